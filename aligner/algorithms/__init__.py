@@ -1,0 +1,1 @@
+"""Trainers: each a page that reads top to bottom."""

@@ -1,0 +1,377 @@
+"""The groups of settings. A field's default lives here and nowhere else; the string below a field is its documentation."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Optional
+
+
+class Dtype(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Resume(Enum):
+    auto = "auto"
+    never = "never"
+    must = "must"
+
+
+class Recompute(Enum):
+    none = "none"
+    full = "full"
+
+
+class ReferencePlace(Enum):
+    held = "held"
+    swapped = "swapped"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+
+
+class Overlong(Enum):
+    drop = "drop"
+    truncate = "truncate"
+    refuse = "refuse"
+
+
+class EngineKind(Enum):
+    torch = "torch"
+    trtllm = "trtllm"
+
+
+class Certify(Enum):
+    full = "full"
+    sampled = "sampled"
+    off = "off"
+
+
+class Advantage(Enum):
+    gae = "gae"
+    reinforce_baseline = "reinforce_baseline"
+
+
+class KLEstimator(Enum):
+    k1 = "k1"
+    abs = "abs"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLReduction(Enum):
+    token = "token"
+    sequence = "sequence"
+
+
+class Truncation(Enum):
+    bootstrap = "bootstrap"
+    mask = "mask"
+    penalise = "penalise"
+    ignore = "ignore"
+
+
+class RewardKind(Enum):
+    task = "task"
+    function = "function"
+    model = "model"
+
+
+class RewardPlace(Enum):
+    critic = "critic"
+    actor = "actor"
+
+
+class CriticPlace(Enum):
+    remote = "remote"
+    local = "local"
+    none = "none"
+
+
+@dataclass
+class RunConfig:
+    name: str = "ppo"
+    """Name of the run; its folder is `run.dir/run.name`. One live run a name: a lock holds it."""
+    dir: str = "runs"
+    """Folder that holds the runs, on a file system that both jobs see."""
+    seed: int = 1234
+    """Seed of data order, sampling and mini-batch shuffles."""
+    max_steps: int = 100
+    """Number of steps (passes of the loop), critic warm-up included."""
+    resume: Resume = Resume.auto
+    """auto: continue from the newest committed checkpoint where there is one; never: refuse a folder with checkpoints; must: refuse without one."""
+
+
+@dataclass
+class ParallelConfig:
+    tensor: int = 1
+    """Tensor-parallel degree."""
+    pipeline: int = 1
+    """Pipeline-parallel degree. Data-parallel is the rest: world / (tensor * pipeline)."""
+    virtual_pipeline: Optional[int] = None
+    """Model chunks a pipeline rank (interleaved schedule); needs pipeline > 1."""
+    sequence: bool = False
+    """Sequence parallelism; needs tensor > 1."""
+    threads: int = 0
+    """CPU threads a rank; 0 divides the cores of this host between the ranks on it."""
+    timeout: float = 1800.0
+    """Deadline of every collective, in seconds."""
+
+
+@dataclass
+class ModelConfig:
+    checkpoint: str = "???"
+    """Folder of a converted checkpoint (model_config.yaml, model_weights/, tokenizer/) or a .nemo archive of one."""
+    dtype: Dtype = Dtype.auto
+    """Compute type; master weights are float32. auto: bfloat16 on a GPU; on a CPU whichever a micro-timing finds faster."""
+    recompute: Recompute = Recompute.none
+    """full: activations of each layer are recomputed in the backward pass."""
+    num_layers: Optional[int] = None
+    """Keep only the first layers of the checkpoint (a smaller critic from the same backbone); absent: all of them."""
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of a cosine or linear schedule."""
+    schedule: Schedule = Schedule.constant
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int = 0
+    """Optimizer steps until min_lr; required by cosine and linear."""
+    beta1: float = 0.9
+    """Adam's first beta."""
+    beta2: float = 0.95
+    """Adam's second beta."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay (not applied to norms and biases)."""
+    clip_grad: float = 1.0
+    """Gradient norm over all parameters is clipped to this; 0 does not clip."""
+    distributed: bool = False
+    """Shard optimizer states over the data-parallel ranks (ZeRO-1)."""
+    cpu_offload: bool = False
+    """Keep optimizer states and their update on the host (megatron-core's hybrid optimizer)."""
+    offload_during_generation: bool = False
+    """Move optimizer states to the host while the engine generates."""
+
+
+@dataclass
+class DataConfig:
+    prompts: Optional[str] = None
+    """JSONL file of prompts to train on: `prompt` (text) or `messages`; further fields go to the verifier."""
+    validation_prompts: Optional[str] = None
+    """JSONL file of held-out prompts; required with data.prompts where validation.every > 0."""
+    task: Optional[str] = None
+    """Name of a reasoning-gym task to draw prompts from; instead of data.prompts."""
+    task_config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the reasoning-gym task."""
+    task_size: int = 2000
+    """Draws from the task; equal problems are kept once."""
+    task_key: str = "question"
+    """What makes two problems the same for the split: question, or operands (the unordered numbers of the question)."""
+    holdout: float = 0.3
+    """Share of distinct task keys, chosen by their hash, that is held out for validation."""
+    template: str = "{prompt}"
+    """Text around a task's question or a `prompt` field; {prompt} and {question} stand for it."""
+    chat: bool = True
+    """Apply the tokenizer's chat template with a generation prompt; false: the text as it is."""
+    system: Optional[str] = None
+    """System message put before prompts that have none; absent: the chat template's own default."""
+    overlong: Overlong = Overlong.drop
+    """What happens to a prompt longer than engine.max_input_len tokens; drops and cuts are counted."""
+    shuffle: bool = True
+    """Shuffle prompts anew each epoch, from run.seed alone."""
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are those of the tempered distribution."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Further token ids that end a response, beside the tokenizer's end tokens."""
+
+
+@dataclass
+class EngineConfig:
+    kind: EngineKind = EngineKind.torch
+    """torch: the embedded engine, on CPU or GPU; trtllm: TensorRT-LLM."""
+    max_batch_size: int = 64
+    """Sequences an engine decodes at once; fixed at build."""
+    max_input_len: int = 512
+    """Longest prompt in tokens; fixed at build, longer ones are refused."""
+    max_output_len: int = 512
+    """Longest response in tokens, and the length at which responses are cut; fixed at build."""
+    dtype: Dtype = Dtype.auto
+    """Type of the engine's weights and cache; auto: model.dtype."""
+    offload_during_training: bool = False
+    """Give the engine's KV cache and weights back while the policy trains."""
+
+
+@dataclass
+class RefitConfig:
+    certify: Certify = Certify.sampled
+    """Checksums that prove the engine holds the policy's weights: of every tensor, of a sample, or none."""
+
+
+@dataclass
+class PPOConfig:
+    rollout_batch_size: int = 128
+    """Prompts a step."""
+    samples_per_prompt: int = 1
+    """Responses a prompt."""
+    mini_batch_size: int = 128
+    """Samples an optimizer step; rollout_batch_size * samples_per_prompt must be a multiple of it."""
+    micro_batch_size: int = 4
+    """Rows a forward pass on one data-parallel rank."""
+    epochs: int = 1
+    """Passes of the policy over a rollout."""
+    advantage: Advantage = Advantage.gae
+    """gae needs a critic; reinforce_baseline is critic-free (REINFORCE++ with a global batch baseline)."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 0.95
+    """Lambda of generalised advantage estimation."""
+    whiten: bool = True
+    """Whiten advantages over the whole rollout, all data-parallel ranks together."""
+    whiten_min_std: float = 1e-4
+    """Smallest standard deviation that whitening divides by."""
+    clip: float = 0.2
+    """Policy ratio is clipped to 1 +- clip."""
+    entropy_bonus: float = 0.0
+    """Weight of the entropy in the policy loss."""
+    kl_coefficient: float = 0.01
+    """Weight of the KL penalty in the reward."""
+    kl_estimator: KLEstimator = KLEstimator.k1
+    """Estimator of the KL to the reference: k1, |k1|, k2, k3 (Schulman 2020)."""
+    kl_reduction: KLReduction = KLReduction.token
+    """token: each token pays its own KL; sequence: the last token pays the sum."""
+    kl_target: Optional[float] = None
+    """Adapt kl_coefficient to hold this KL per sequence (Ziegler et al. 2019, section 2.2); absent: fixed."""
+    kl_horizon: int = 10000
+    """Samples over which the adaptive coefficient moves."""
+    truncation: Truncation = Truncation.bootstrap
+    """A response cut at max_output_len: bootstrap from the critic's value, mask it out of both losses, penalise its score, or ignore that it was cut."""
+    truncation_penalty: float = 1.0
+    """Subtracted from a truncated response's score where truncation is penalise."""
+    critic_warmup_steps: int = 0
+    """First steps in which only the critic trains."""
+    reference: ReferencePlace = ReferencePlace.held
+    """held: the frozen reference's weights stay on the device; swapped: they live on the host and are swapped in for its forward pass."""
+
+
+@dataclass
+class RewardConfig:
+    place: RewardPlace = RewardPlace.critic
+    """Which job scores: critic, or actor (critic-free runs)."""
+    kind: RewardKind = RewardKind.task
+    """task: the reasoning-gym task's verifier; function: reward.function; model: a reward model on Megatron."""
+    function: Optional[str] = None
+    """`file.py:name` of a Python function (response: str, sample: dict) -> float or dict of parts, run in sandboxed workers."""
+    checkpoint: Optional[str] = None
+    """Folder of a converted reward model, for kind model."""
+    answer: str = "first_integer"
+    """How a task's answer is checked: first_integer (the first signed integer is right, 0 or 1) or task (reasoning-gym's own scorer)."""
+    format_credit: float = 0.0
+    """Added for form: half for exactly one number in the response, half for ending by itself."""
+    workers: int = 1
+    """Verifier processes."""
+    timeout: float = 10.0
+    """Deadline of one score, in seconds."""
+    memory_mb: int = 2048
+    """Address space of a verifier process, in MB."""
+    allow_eval: bool = False
+    """Allow reasoning-gym tasks whose scorers evaluate text."""
+
+
+@dataclass
+class CriticClientConfig:
+    place: CriticPlace = CriticPlace.remote
+    """remote: a critic job; local: in this process (one rank); none: no critic (critic-free advantages)."""
+    endpoint: Optional[str] = None
+    """host:port of the critic job; absent: read from the run's endpoints/critic.json."""
+    connect_timeout: float = 600.0
+    """Seconds to wait for the critic job's endpoint file and its first answer (10 where endpoint is given)."""
+    request_timeout: float = 1800.0
+    """Deadline of one request, in seconds."""
+    infer_batch_size: int = 16
+    """Rows an inference request: finished responses are sent in chunks of this size while others generate."""
+    local_config: str = "critic"
+    """For place local: the critic job's configuration in conf/."""
+    local_overrides: list[str] = field(default_factory=list)
+    """For place local: overrides of that configuration."""
+
+
+@dataclass
+class CriticTrainConfig:
+    mini_batch_size: int = 128
+    """Rows an optimizer step."""
+    micro_batch_size: int = 4
+    """Rows a forward pass on one data-parallel rank."""
+    epochs: int = 1
+    """Passes over a train request."""
+    value_clip: Optional[float] = 0.2
+    """New values are clipped to the old ones +- value_clip in the loss; absent: not clipped."""
+    head_lr_multiplier: float = 1.0
+    """Learning rate of the value head over that of the backbone."""
+
+
+@dataclass
+class ServingConfig:
+    bind: str = "auto"
+    """Address to bind: auto (loopback outside Slurm, the node's address in a Slurm step) or an address."""
+    port: int = 0
+    """HTTP port; 0 takes a free one and writes it to the endpoint file."""
+    advertise_host: Optional[str] = None
+    """Host name that the endpoint file names; absent: the bound address."""
+    token_file: Optional[str] = None
+    """File (mode 0600) with the access token; generated in the run folder where the bind is not loopback."""
+    deterministic: bool = False
+    """Requests one by one in sample order, fixed micro-batch shapes: bit-equal answers on the same grid."""
+    queue_delay_us: int = 2000
+    """How long the batcher waits to merge requests, in microseconds."""
+    heartbeat: float = 5.0
+    """Seconds between no-op broadcasts to the other ranks while idle."""
+    idle_timeout: float = 1800.0
+    """A critic job that no actor spoke to for this long ends, in seconds."""
+    max_rows: int = 1024
+    """Rows of one inference batch at most."""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_last: int = 2
+    """Newest checkpoints to keep."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best validation."""
+    at_end: bool = True
+    """Save after the last step."""
+
+
+@dataclass
+class ValidationConfig:
+    every: int = 10
+    """Steps between validations; 0 never. The first is before training."""
+    max_prompts: int = 256
+    """Held-out prompts, the same at each validation."""
+
+
+@dataclass
+class LoggingConfig:
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    wandb_project: Optional[str] = None
+    """Weights & Biases project; absent: not logged there."""
+    rollouts: bool = True
+    """Write every sample to rollouts/step_N.jsonl."""
+    drift_alarm: float = 0.5
+    """Warn where the mean absolute difference between engine and trainer log-probs exceeds this."""

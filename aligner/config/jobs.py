@@ -1,0 +1,42 @@
+"""What each job's configuration is made of. Groups have the same names in all jobs."""
+
+from dataclasses import dataclass, field
+
+from aligner.config import groups as g
+
+
+def _group(cls):
+    return field(default_factory=cls)
+
+
+@dataclass
+class ActorConfig:
+    """train_ppo_actor.py"""
+
+    run: g.RunConfig = _group(g.RunConfig)
+    parallel: g.ParallelConfig = _group(g.ParallelConfig)
+    model: g.ModelConfig = _group(g.ModelConfig)
+    optim: g.OptimConfig = _group(g.OptimConfig)
+    data: g.DataConfig = _group(g.DataConfig)
+    sampling: g.SamplingConfig = _group(g.SamplingConfig)
+    engine: g.EngineConfig = _group(g.EngineConfig)
+    refit: g.RefitConfig = _group(g.RefitConfig)
+    ppo: g.PPOConfig = _group(g.PPOConfig)
+    reward: g.RewardConfig = _group(g.RewardConfig)
+    critic: g.CriticClientConfig = _group(g.CriticClientConfig)
+    checkpoint: g.CheckpointConfig = _group(g.CheckpointConfig)
+    validation: g.ValidationConfig = _group(g.ValidationConfig)
+    logging: g.LoggingConfig = _group(g.LoggingConfig)
+
+
+@dataclass
+class CriticConfig:
+    """serve_ppo_critic.py"""
+
+    run: g.RunConfig = _group(g.RunConfig)
+    parallel: g.ParallelConfig = _group(g.ParallelConfig)
+    model: g.ModelConfig = _group(g.ModelConfig)
+    optim: g.OptimConfig = _group(g.OptimConfig)
+    reward: g.RewardConfig = _group(g.RewardConfig)
+    critic: g.CriticTrainConfig = _group(g.CriticTrainConfig)
+    serving: g.ServingConfig = _group(g.ServingConfig)

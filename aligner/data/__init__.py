@@ -1,0 +1,1 @@
+"""Typed batches, prompts, tokenizer, sampler and the Protocols between parts."""

@@ -1,0 +1,80 @@
+"""The Protocols between parts. Algorithms know these and never an engine class or a server."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator, Optional, Protocol
+
+from torch import Tensor
+
+from aligner.data.batch import Completion, CriticAnswer, CriticBatch, CriticRows, Request, Score, ScoreRow
+
+
+@dataclass
+class WeightUpdate:
+    """A refit: every tensor of the model under its Hugging Face name, full and unsharded."""
+
+    version: int
+    tensors: Iterator[tuple[str, Tensor]]
+    kind: str = "full"
+
+
+@dataclass(frozen=True)
+class RefitCertificate:
+    """What an engine was last refitted with. `checksums`: name -> checksum of the tensors that were certified."""
+
+    version: int
+    tensors: int
+    checksums: dict[str, str]
+
+
+class RolloutEngine(Protocol):
+    """Built once with fixed shapes; refitted in place; token ids in, token ids out.
+
+    Raises ValueError for a request beyond the build, RuntimeError for a refit while requests run or a use while poisoned."""
+
+    def refit(self, update: WeightUpdate) -> RefitCertificate: ...
+
+    def submit(self, requests: list[Request]) -> None: ...
+
+    def completed(self, timeout: float) -> list[Completion]:
+        """Advance, and return what has finished since the last call; empty only where nothing runs or `timeout` seconds passed."""
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """submit, then completed until all are there; in the order of the requests."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Critic(Protocol):
+    """The critic job, or a critic in this process. Futures raise RuntimeError with one clear sentence where the job failed."""
+
+    def infer(self, rows: CriticRows) -> "Future[CriticAnswer]": ...
+
+    def train(self, step: int, batch: CriticBatch) -> "Future[dict[str, float]]":
+        """One logical train request a step; applied once, whatever is repeated. Returns the critic's metrics."""
+
+    def prepare_save(self, step: int, folder: Path) -> "Future[None]":
+        """First phase: write everything under `folder` (which both jobs see), not yet valid."""
+
+    def commit(self, step: int) -> None:
+        """Second phase: the actor has written COMMITTED; older pairs may go."""
+
+    def restore(self, step: int, folder: Optional[Path]) -> None:
+        """Load the critic of a committed pair; folder None: back to the initial weights."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class RewardSource(Protocol):
+    """Scores responses. One Score a row, in order; a failure is Score.error, never a value of 0."""
+
+    def score(self, rows: list[ScoreRow]) -> "Future[list[Score]]": ...
+
+    def close(self) -> None: ...

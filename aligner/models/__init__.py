@@ -1,0 +1,1 @@
+"""megatron-core models: building, running, training, saving and converting them."""

@@ -1,0 +1,1 @@
+"""Pure maths on tensors: no groups, no ranks."""

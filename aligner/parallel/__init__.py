@@ -1,0 +1,1 @@
+"""Device, topology, start-up and collectives."""

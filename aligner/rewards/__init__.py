@@ -1,0 +1,1 @@
+"""Scores of responses: verifiers and reward models."""

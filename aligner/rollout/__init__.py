@@ -1,0 +1,1 @@
+"""The rollout engine's contract, the embedded torch engine, and refit."""

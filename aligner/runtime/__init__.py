@@ -1,0 +1,1 @@
+"""What a run leaves and shows: folder, metrics, log, timers, report, signals."""

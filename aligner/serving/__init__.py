@@ -1,0 +1,1 @@
+"""The critic job's wire: protocol, server, clients."""
