@@ -1,0 +1,130 @@
+"""Errors that a user can act on end a job with one sentence and a documented exit code; everything else keeps its traceback."""
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Callable, Iterator, NoReturn, Optional
+
+from aligner.runtime.exit_codes import ExitCode
+
+PACKAGE = Path(__file__).resolve().parents[1]
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# torch's zip writer reports a full disk as a RuntimeError without an errno
+DISK_TEXTS = ("no space left on device", "disk quota exceeded", "file too large", "pytorchstreamwriter failed")
+
+
+class UserError(ValueError):
+    """Something that the user can put right. The message is one sentence: the rule, the values, what to change."""
+
+    exit_code = ExitCode.CONFIGURATION
+
+
+class ConfigError(UserError):
+    """Every problem of a configuration. `problems`: one line each."""
+
+    def __init__(self, *problems: str):
+        self.problems = list(problems)
+        head = "the configuration has a problem:" if len(problems) == 1 else f"the configuration has {len(problems)} problems:"
+        super().__init__(f"{head} {problems[0]}" if len(problems) == 1 else "\n  ".join([head, *problems]))
+
+
+class ContractError(UserError):
+    """The two jobs do not fit together, or the other one cannot be reached."""
+
+    exit_code = ExitCode.CONTRACT
+
+
+class StorageError(UserError):
+    """The run folder cannot take what has to be written."""
+
+    exit_code = ExitCode.STORAGE
+
+
+def chain(error: Optional[BaseException]) -> Iterator[BaseException]:
+    """The error, and what caused it, outermost first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a full disk, a quota or a file size limit is behind the error."""
+    return any(
+        getattr(e, "errno", None) in DISK_ERRORS or any(text in str(e).lower() for text in DISK_TEXTS) for e in chain(error)
+    )
+
+
+@contextlib.contextmanager
+def disk_full_is_named(folder: Path, what: str) -> Iterator[None]:
+    """Turn a full disk while writing `what` under `folder` into a StorageError that says so."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise StorageError(
+            f"{what} could not be written under {folder}: no space left (disk, quota or file size limit). "
+            "Free space there, or point run.dir at a larger file system, and start the same command again."
+        ) from error
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether a line of this package (not of a library that it called) raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and PACKAGE in Path(frames[-1].filename).resolve().parents
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    if isinstance(error, UserError):
+        return error.exit_code
+    if is_disk_full(error):
+        return ExitCode.STORAGE
+    if isinstance(error, ValueError) and raised_by_us(error):  # the convention of this package: a ValueError is the user's
+        return ExitCode.CONFIGURATION
+    return ExitCode.FAULT
+
+
+def is_one_sentence(error: BaseException) -> bool:
+    """Whether the message alone tells the user what happened; a TypeError never does."""
+    ours = isinstance(error, (ValueError, RuntimeError, OSError, FloatingPointError)) and raised_by_us(error)
+    return isinstance(error, UserError) or ours or is_disk_full(error)
+
+
+def log_files() -> list[str]:
+    """Files that this process logs to."""
+    return [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+
+
+def report_error(error: BaseException, *, rank: int) -> ExitCode:
+    """Print the error for its reader, and its traceback to the log file. Returns the exit code.
+
+    A ConfigError is the same on every rank, so rank 0 alone prints it."""
+    code = exit_code_of(error)
+    logging.getLogger("aligner").error("ended by an error", exc_info=error, extra={"file_only": True})
+    if not is_one_sentence(error) or (code is ExitCode.FAULT and not log_files()):
+        traceback.print_exception(error)
+    elif rank == 0 or not isinstance(error, ConfigError):
+        where = f"[rank {rank}] " if rank else ""
+        hint = f"\n(traceback: {log_files()[0]})" if code is ExitCode.FAULT else ""
+        print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)
+    return code
+
+
+def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
+    """Run an entry script's main and exit: with what it returns (None is 0), or as the error that ended it demands."""
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    try:
+        sys.exit(int(main() or 0))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(ExitCode.INTERRUPTED)
+    except Exception as error:
+        sys.exit(report_error(error, rank=rank))

@@ -1,0 +1,93 @@
+"""What a run leaves: the layout of run.dir/run.name. Rank 0 of each job alone creates and writes; other ranks know the paths."""
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable, Optional
+
+from aligner.config.groups import RunConfig
+from aligner.runtime.checkpoint_folder import CheckpointFolder
+from aligner.runtime.lock import RunLock
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run. Making one touches nothing on disk."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, run: RunConfig) -> "RunFolder":
+        return cls(Path(run.dir).absolute() / run.name)
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def endpoints(self) -> Path:
+        return self.path / "endpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoints")
+
+    def config(self, job: str) -> Path:
+        """Resolved settings of a job: config.yaml of the actor, config_critic.yaml of the critic."""
+        return self.path / ("config.yaml" if job == "actor" else f"config_{job}.yaml")
+
+    def rollouts(self, step: int) -> Path:
+        """Samples that trained step N."""
+        return self.path / "rollouts" / f"step_{step}.jsonl"
+
+    def validation(self, step: int) -> Path:
+        """Validation responses after step N (0: before training)."""
+        return self.path / "validation" / f"step_{step}.jsonl"
+
+    def record(self, job: str) -> Path:
+        """Where a job says what and where it is (pid, host, grid, endpoint): run.json of the actor, run_critic.json of the critic."""
+        return self.path / ("run.json" if job == "actor" else f"run_{job}.json")
+
+    def lock(self, job: str) -> RunLock:
+        """Create the folder and hold it for a job. UserError, naming the holder, where a live job has it."""
+        return RunLock(self.path / "locks" / f"{job}.json", what=f"the {job} of run {self.path}")
+
+    def write_config(self, job: str, yaml: str) -> None:
+        self.config(job).write_text(yaml)
+
+    def write_record(self, job: str, **facts: Any) -> None:
+        """Write the job's record (JSON values). `started` and `job` are added."""
+        known = {"job": job, "started": time.strftime("%Y-%m-%d %H:%M:%S"), **facts}
+        self.record(job).write_text(json.dumps(known, indent=1) + "\n")
+
+    def write_samples(self, path: Path, samples: Iterable[dict[str, Any]]) -> None:
+        """Write one JSON object a line to rollouts(step) or validation(step), whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+        beside.replace(path)
+
+    def rewind(self, step: Optional[int]) -> None:
+        """Delete what comes after the checkpoint of `step` that the run continues from (None: it begins): later samples and
+        uncommitted checkpoints, and for a run that begins the event files. Metrics are rewound by MetricsWriter, the journal by its client."""
+        for folder in (self.path / "rollouts", self.path / "validation"):
+            for file in folder.glob("step_*.jsonl"):
+                if step is None or int(file.stem.removeprefix("step_")) > step:
+                    file.unlink()
+        self.checkpoints.discard_uncommitted()
+        if step is None:
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)

@@ -1,0 +1,41 @@
+"""Signals become flags that the loop looks at between steps. Imports nothing heavy: entry scripts install it before torch."""
+
+import signal
+from types import FrameType
+from typing import Optional
+
+from aligner.runtime.exit_codes import ExitCode
+
+
+class StopSignals:
+    """Which stop was asked for. SIGTERM and SIGUSR1 (Slurm's warning before the limit) ask to save and requeue, SIGINT to end.
+
+    A handler only sets an attribute: an Event's lock may be held by the very thread that the handler interrupts."""
+
+    def __init__(self) -> None:
+        self.received: Optional[signal.Signals] = None
+
+    @classmethod
+    def install(cls) -> "StopSignals":
+        """Handle SIGTERM, SIGINT and SIGUSR1 in this process from now on. Main thread only."""
+        flags = cls()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, flags._note)
+        return flags
+
+    def _note(self, number: int, _: Optional[FrameType]) -> None:
+        again = self.received is not None and number == signal.SIGINT
+        self.received = self.received or signal.Signals(number)
+        if again:  # a second Ctrl-C does not wait for the step to end
+            raise KeyboardInterrupt
+
+    @property
+    def stopping(self) -> bool:
+        return self.received is not None
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """How a job that was asked to stop and has saved ends."""
+        if self.received is None:
+            return ExitCode.DONE
+        return ExitCode.INTERRUPTED if self.received == signal.SIGINT else ExitCode.REQUEUE
