@@ -138,6 +138,7 @@ class CriticRows:
     sample_ids: Tensor  # [b] int64
     truncated: Tensor  # [b] bool
     fields: list[dict[str, Any]]  # per row, for the verifier
+    values: bool = True  # False: only scores are wanted (validation); values and bootstrap come back as zeros
 
 
 @dataclass

@@ -1,0 +1,60 @@
+# Two commands do everything: `make demo` and `make test`. Both set up what they need, and work from any folder (make -C).
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
+PYTHON ?= python3
+VENV := $(ROOT)/.venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+MODEL := $(ROOT)/.cache/SmolLM2-135M-Instruct
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+# GRID of the demo's actor job: one, dp2, pp2 or tp3
+GRID ?= one
+RUN := $(if $(filter one,$(GRID)),demo,demo-$(GRID))
+RANKS_one := 1
+RANKS_dp2 := 2
+RANKS_pp2 := 2
+RANKS_tp3 := 3
+OVERRIDES_pp2 := parallel.pipeline=2
+OVERRIDES_tp3 := parallel.tensor=3
+
+.PHONY: help setup demo test test-faults lint docs clean
+
+help:
+	@echo "make demo [GRID=one|dp2|pp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
+	@echo "make test                         run the tests"
+	@echo "make lint | docs | clean"
+
+setup: $(READY)
+
+$(READY): $(ROOT)/constraints.txt $(ROOT)/setup.py
+	@$(PYTHON) $(ROOT)/tools/preflight.py $(ROOT)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(ROOT)/constraints.txt "torch==$$(sed -n 's/^torch==//p' $(ROOT)/constraints.txt)"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(ROOT)/constraints.txt -e "$(ROOT)[dev]"
+	@touch $(READY)
+
+$(MODEL)/model_config.yaml: | $(READY)
+	$(PY) $(ROOT)/tools/smollm2.py --output_dir $(MODEL)
+
+demo: $(READY) $(MODEL)/model_config.yaml
+	@test -n "$(RANKS_$(GRID))" || { echo "make: GRID=$(GRID) is not one of one, dp2, pp2, tp3" >&2; exit 2; }
+	cd $(ROOT) && $(PY) launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic \
+		--actor-ranks $(RANKS_$(GRID)) --critic-log runs/$(RUN)/logs/critic.out \
+		--actor $(OVERRIDES_$(GRID)) --both run.name=$(RUN) $(DEMO_ARGS)
+
+test: $(READY)
+	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(PY) -m pytest -q tests/unit tests/dist tests/jobs
+
+lint: $(READY)
+	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+
+docs: $(READY)
+	cd $(ROOT) && $(PY) -m aligner.config.docs docs/configuration.md
+
+clean:
+	rm -rf $(VENV) $(ROOT)/.cache $(ROOT)/build $(ROOT)/*.egg-info

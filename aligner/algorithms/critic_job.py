@@ -1,0 +1,123 @@
+"""The critic job's side of the contract: a critic on its own grid, a reward, and the saves that pair it with the actor's.
+
+Every method but `start_scoring` and `status` runs on every rank of the job, in the same order, with the same arguments."""
+
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.schedule import mini_batches
+from aligner.config.jobs import CriticConfig
+from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
+from aligner.data.interfaces import RewardSource
+from aligner.models.critic import CriticMiniBatch, CriticModel
+from aligner.models.reward_model import RewardModel
+
+log = logging.getLogger(__name__)
+
+
+class CriticJob:
+    """Values, scores and training of one run. `step` is the last step whose train request was applied."""
+
+    def __init__(
+        self,
+        *,
+        config: CriticConfig,
+        critic: CriticModel,
+        reward: Optional[RewardSource],
+        reward_model: Optional[RewardModel],
+        identity: dict[str, Any],
+    ) -> None:
+        self.config, self.critic = config, critic
+        self.reward, self.reward_model = reward, reward_model
+        self.identity = identity
+        self.step = 0
+
+    def start_scoring(self, rows: CriticRows) -> Optional["Future[list[Score]]"]:
+        """Begin the verifier's work in its own processes, beside the ranks' forward pass. Rank 0 only; None where no verifier scores."""
+        if self.reward is None:
+            return None
+        return self.reward.score(score_rows(rows))
+
+    def infer(self, rows: CriticRows) -> tuple[Tensor, Tensor, Optional[list[Score]]]:
+        """Values [b, S] and bootstrap [b] (0 where terminated), and the reward model's scores where there is one."""
+        scores = None
+        if self.reward_model is not None:
+            scores = [Score(float(s)) for s in self.reward_model.scores(rows.tokens, rows.lengths)]
+        if not rows.values:
+            return torch.zeros(rows.tokens.shape), torch.zeros(len(rows.lengths)), scores
+        values, bootstrap = self.critic.values(rows.tokens, rows.lengths)
+        return values, torch.where(rows.truncated, bootstrap, torch.zeros_like(bootstrap)), scores
+
+    def train(self, step: int, batch: CriticBatch) -> dict[str, float]:
+        """Epochs and mini-batches of one step; the means of their metrics."""
+        settings, rows = self.config.critic, len(batch.lengths)
+        if rows % settings.mini_batch_size:
+            raise ValueError(
+                f"step {step} has {rows} rows, not a multiple of the critic job's critic.mini_batch_size={settings.mini_batch_size}: "
+                "set it to a divisor of the actor's ppo.rollout_batch_size * ppo.samples_per_prompt"
+            )
+        updates = []
+        for epoch in range(settings.epochs):
+            for chosen in mini_batches(
+                rows, settings.mini_batch_size, seed=self.config.run.seed, step=step, epoch=epoch
+            ):
+                updates.append(self.critic.train(_mini_batch(batch, chosen)))
+        self.step = step
+        return {key: sum(u[key] for u in updates) / len(updates) for key in updates[0]}
+
+    def prepare_save(self, step: int, folder: Path) -> None:
+        """First phase of a paired save: everything is under `folder`, valid once the actor commits."""
+        if step != self.step:
+            raise ValueError(f"asked to save the critic of step {step}, but the last step applied is {self.step}")
+        self.critic.save(folder, extra={"step": self.step})
+
+    def commit(self, step: int) -> None:
+        log.info("checkpoint pair of step %d is committed", step)
+
+    def restore(self, step: int, folder: Optional[Path]) -> None:
+        """Back to a committed pair, or to the initial weights where folder is None."""
+        if folder is None:
+            if self.step:
+                self.critic.reset()
+            self.step = 0
+            return
+        saved = self.critic.load(folder)["step"]
+        if saved != step:
+            raise ValueError(f"{folder} holds the critic of step {saved}, not of step {step}")
+        self.step = step
+
+    def status(self) -> dict[str, Any]:
+        return {**self.identity, "step": self.step}
+
+
+def score_rows(rows: CriticRows) -> list[ScoreRow]:
+    """The rows as a verifier sees them: prompt and response ids apart."""
+    result = []
+    for b, fields in enumerate(rows.fields):
+        start, end = int(rows.prompt_lengths[b]), int(rows.lengths[b])
+        ids = rows.tokens[b, :end].tolist()
+        result.append(
+            ScoreRow(
+                sample_id=int(rows.sample_ids[b]),
+                prompt_ids=ids[:start],
+                response_ids=ids[start:],
+                ended=not bool(rows.truncated[b]),
+                fields=fields,
+            )
+        )
+    return result
+
+
+def _mini_batch(batch: CriticBatch, rows: Tensor) -> CriticMiniBatch:
+    return CriticMiniBatch(
+        tokens=batch.tokens[rows],
+        lengths=batch.lengths[rows],
+        mask=batch.mask[rows],
+        old_values=batch.values[rows],
+        returns=batch.returns[rows],
+    )

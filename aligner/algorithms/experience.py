@@ -1,0 +1,109 @@
+"""From rollouts, log-probs, values and scores to what the two models train on. Pure tensors: no groups, no ranks.
+
+Legend: B rows, S columns; every tensor is the whole rollout, the same on every rank."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from aligner.config.groups import Advantage, PPOConfig
+from aligner.data.batch import CriticBatch, Rollouts
+from aligner.ops.advantages import explained_variance, gae, monte_carlo_returns, reinforce_baseline
+from aligner.ops.kl import kl_per_token, rewards_with_kl
+from aligner.ops.masks import clean, masked_mean, whiten
+from aligner.ops.truncation import handle_truncation
+
+
+@dataclass
+class Signals:
+    """What was asked about a rollout, in the order of its rows."""
+
+    logprobs: Tensor  # [B, S] float32, policy before this step's updates
+    reference_logprobs: Tensor  # [B, S] float32
+    scores: Tensor  # [B] float32
+    values: Tensor  # [B, S] float32; zeros without a critic
+    bootstrap: Tensor  # [B] float32; zeros without a critic
+
+
+@dataclass
+class Experience:
+    """One step's training data. `mask` is the response mask less what the truncation setting leaves out of both losses."""
+
+    rollouts: Rollouts
+    logprobs: Tensor  # [B, S]
+    advantages: Tensor  # [B, S]
+    values: Tensor  # [B, S]
+    returns: Tensor  # [B, S]
+    mask: Tensor  # [B, S] bool
+    kl: Tensor  # [B, S] log-ratio to the reference (k1), 0 outside the response
+    metrics: dict[str, float]
+
+    def critic_batch(self) -> CriticBatch:
+        r = self.rollouts
+        return CriticBatch(
+            tokens=r.tokens,
+            lengths=r.lengths,
+            mask=self.mask,
+            values=self.values,
+            returns=self.returns,
+            sample_ids=r.sample_ids,
+        )
+
+
+def build_experience(rollouts: Rollouts, signals: Signals, ppo: PPOConfig, kl_coefficient: float) -> Experience:
+    """Rewards, advantages and returns of a rollout.
+
+    Raises FloatingPointError where a value under a True mask is not finite."""
+    scores, bootstrap, mask = handle_truncation(
+        signals.scores,
+        signals.bootstrap,
+        rollouts.mask,
+        rollouts.truncated,
+        truncation=ppo.truncation,
+        penalty=ppo.truncation_penalty,
+    )
+    logprobs = clean(signals.logprobs, rollouts.mask, "policy log-probs")
+    values = clean(signals.values, rollouts.mask, "values")
+    reference = clean(signals.reference_logprobs, rollouts.mask, "reference log-probs")
+    penalised = kl_per_token(logprobs, reference, ppo.kl_estimator)
+    rewards = rewards_with_kl(scores, penalised, mask, coefficient=kl_coefficient, reduction=ppo.kl_reduction)
+    advantages, returns = _advantages(rewards, values, mask, bootstrap, ppo)
+    if ppo.whiten:
+        advantages = whiten(advantages, mask, min_std=ppo.whiten_min_std)
+    kl = logprobs - reference
+    metrics = _rollout_metrics(rollouts, signals, kl)
+    if ppo.advantage is Advantage.gae:
+        metrics |= _critic_metrics(rewards, values, mask, bootstrap, ppo.gamma)
+    return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, metrics)
+
+
+def _advantages(rewards, values, mask, bootstrap, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
+    if ppo.advantage is Advantage.gae:
+        return gae(rewards, values, mask, bootstrap, gamma=ppo.gamma, lam=ppo.lam)
+    advantages = reinforce_baseline(rewards, mask, gamma=ppo.gamma)
+    return advantages, torch.zeros_like(rewards)
+
+
+def _rollout_metrics(rollouts: Rollouts, signals: Signals, k1: Tensor) -> dict[str, float]:
+    """k1: [B, S] log-ratio of policy to reference, 0 outside the mask."""
+    mask, scores = rollouts.mask, signals.scores
+    drift = (clean(signals.logprobs, mask) - clean(rollouts.engine_logprobs, mask, "engine log-probs")).abs()
+    return {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std(unbiased=False)),
+        "kl/mean": float(masked_mean(k1, mask)),
+        "kl/sequence": float(k1.sum(1).mean()),
+        "response/length": float(mask.sum(1).float().mean()),
+        "response/truncated": float(rollouts.truncated.float().mean()),
+        "drift/mean": float(masked_mean(drift, mask)),
+        "drift/max": float(drift.max()),
+    }
+
+
+def _critic_metrics(rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor, gamma: float) -> dict[str, float]:
+    # Monte-Carlo returns: GAE targets contain the critic's own values and would flatter it.
+    returns = monte_carlo_returns(rewards, mask, bootstrap, gamma=gamma)
+    return {
+        "critic/explained_variance": explained_variance(values, returns, mask),
+        "critic/value_mean": float(masked_mean(values, mask)),
+    }

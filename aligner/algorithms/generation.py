@@ -1,0 +1,159 @@
+"""The generation phase: engine and scorers overlap. A finished chunk is sent to the critic while other responses still generate."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+from aligner.data.batch import Completion, CriticRows, Request, Rollouts, Sample, Score, ScoreRow, collate
+from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
+from aligner.parallel.collectives import agree, gather_objects
+from aligner.parallel.topology import Topology
+
+
+@dataclass
+class Answers:
+    """What the critic and the reward said of every row, in order of sample_id."""
+
+    scores: list[Score]
+    values: Tensor  # [B, S] float32, zeros without a critic
+    bootstrap: Tensor  # [B] float32
+
+
+class Pending:
+    """Answers that are on their way for this rank's rows. Futures are kept until `answers` has awaited every one."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[list[int], Optional[Future], Optional[Future]]] = []
+
+    def add(self, sample_ids: list[int], critic: Optional[Future], reward: Optional[Future]) -> None:
+        self.chunks.append((sample_ids, critic, reward))
+
+    def local(self, deadline: float) -> dict[int, tuple[Score, list[float], float]]:
+        """sample_id -> (score, values of the row, bootstrap). Raises RuntimeError naming the sample whose scoring failed."""
+        until = time.monotonic() + deadline
+        answers = {}
+        for sample_ids, critic, reward in self.chunks:
+            values, bootstrap, scores = _await_critic(critic, len(sample_ids), until)
+            if reward is not None:
+                scores = reward.result(timeout=max(0.0, until - time.monotonic()))
+            for i, (sample_id, score) in enumerate(zip(sample_ids, scores)):
+                if score.error is not None:
+                    raise RuntimeError(f"the reward of sample {sample_id} failed: {score.error}")
+                answers[sample_id] = (score, values[i], bootstrap[i])
+        return answers
+
+
+def _await_critic(critic: Optional[Future], rows: int, until: float):
+    if critic is None:
+        return [[] for _ in range(rows)], [0.0] * rows, []
+    answer = critic.result(timeout=max(0.0, until - time.monotonic()))
+    return answer.values.tolist(), answer.bootstrap.tolist(), answer.scores
+
+
+class Generation:
+    """Turns samples into rollouts on every rank's engine and asks critic and reward about them as they finish."""
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        critic: Optional[Critic],
+        reward: Optional[RewardSource],
+        topology: Topology,
+        chunk_size: int,
+        pad_id: int,
+        answer_deadline: float,
+    ) -> None:
+        self.engine, self.critic, self.reward, self.topology = engine, critic, reward, topology
+        self.chunk_size, self.pad_id, self.answer_deadline = chunk_size, pad_id, answer_deadline
+
+    def run(
+        self,
+        requests: list[Request],
+        samples: dict[int, Sample],
+        *,
+        values: bool = True,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> tuple[Rollouts, Pending]:
+        """Generate the world's `requests` (each rank its own share) and return all of them on every rank, with the answers under way.
+
+        samples: sample_id -> its prompt's Sample. values: False where only scores are wanted (validation)."""
+        mine = self._share(requests)
+        self.engine.submit(mine)
+        pending, waiting, finished = Pending(), [], []
+        while len(finished) < len(mine):
+            done = self.engine.completed(timeout=self.answer_deadline)
+            if not done:
+                raise RuntimeError(f"the rollout engine finished nothing in {self.answer_deadline:.0f} s ({len(finished)} of {len(mine)} done)")
+            finished += done
+            waiting += done
+            on_progress(len(finished), len(mine))
+            while len(waiting) >= self.chunk_size or (waiting and len(finished) == len(mine)):
+                self._ask(waiting[: self.chunk_size], samples, pending, values)
+                waiting = waiting[self.chunk_size :]
+        everyone = gather_objects(finished, self.topology.cpu_group)
+        rollouts = collate([c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor)
+        return rollouts, pending
+
+    def answers(self, pending: Pending, rollouts: Rollouts) -> Answers:
+        """Await this rank's answers and gather everybody's. A failure on one rank raises on all."""
+        local: dict[int, Any] = {}
+        error = None
+        try:
+            local = pending.local(self.answer_deadline)
+        except Exception as problem:
+            error = problem
+        agree(error, self.topology)
+        everyone = gather_objects(local, self.topology.cpu_group)
+        merged = {sample_id: answer for part in everyone for sample_id, answer in part.items()}
+        values, bootstrap = torch.zeros_like(rollouts.engine_logprobs), torch.zeros(len(rollouts))
+        scores = []
+        for b, sample_id in enumerate(rollouts.sample_ids.tolist()):
+            score, row, last = merged[sample_id]
+            values[b, : min(len(row), values.size(1))] = torch.tensor(row[: values.size(1)])
+            bootstrap[b] = last
+            scores.append(score)
+        return Answers(scores, values, bootstrap)
+
+    def _share(self, requests: list[Request]) -> list[Request]:
+        """Contiguous, so that the responses of one prompt stay on one rank and share its prefill."""
+        world, rank = self.topology.world_size, self.topology.rank
+        return requests[len(requests) * rank // world : len(requests) * (rank + 1) // world]
+
+    def _ask(self, chunk: list[Completion], samples: dict[int, Sample], pending: Pending, values: bool) -> None:
+        chunk = sorted(chunk, key=lambda c: c.sample_id)
+        fields = [samples[c.sample_id].fields for c in chunk]
+        ask_critic = self.critic is not None and (values or self.reward is None)
+        critic = self.critic.infer(_critic_rows(chunk, fields, self.pad_id, values)) if ask_critic else None
+        reward = self.reward.score(_score_rows(chunk, fields)) if self.reward is not None else None
+        pending.add([c.sample_id for c in chunk], critic, reward)
+
+
+def _critic_rows(chunk: list[Completion], fields: list[dict], pad_id: int, values: bool) -> CriticRows:
+    batch = collate(chunk, pad_id=pad_id)
+    return CriticRows(
+        tokens=batch.tokens,
+        lengths=batch.lengths,
+        prompt_lengths=batch.prompt_lengths,
+        sample_ids=batch.sample_ids,
+        truncated=batch.truncated,
+        fields=fields,
+        values=values,
+    )
+
+
+def _score_rows(chunk: list[Completion], fields: list[dict]) -> list[ScoreRow]:
+    return [
+        ScoreRow(
+            sample_id=c.sample_id,
+            prompt_ids=c.prompt_ids,
+            response_ids=c.token_ids,
+            ended=c.finish_reason == "stop",
+            fields=f,
+        )
+        for c, f in zip(chunk, fields)
+    ]

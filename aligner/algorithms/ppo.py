@@ -1,0 +1,259 @@
+"""PPO (Schulman et al. 2017) with a served critic: a step reads top to bottom."""
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Callable, Iterator, Optional
+
+import torch
+
+from aligner.algorithms.experience import Experience, Signals, build_experience
+from aligner.algorithms.generation import Answers, Generation
+from aligner.algorithms.pairs import PairedCheckpoints
+from aligner.algorithms.records import sample_rows
+from aligner.algorithms.schedule import mini_batches
+from aligner.algorithms.validation import Validator
+from aligner.config.jobs import ActorConfig
+from aligner.data.batch import Request, Rollouts, Sample
+from aligner.data.interfaces import Critic, RolloutEngine
+from aligner.data.sampler import PromptSampler
+from aligner.data.tokenizer import Tokenizer
+from aligner.models.policy import Policy, PolicyMiniBatch
+from aligner.ops.kl import AdaptiveKL
+from aligner.parallel.collectives import broadcast_object
+from aligner.parallel.device import peak_memory_bytes
+from aligner.parallel.topology import Topology
+from aligner.rollout.refit import weight_update
+from aligner.runtime import faults
+from aligner.runtime.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainerState:
+    """Everything of the loop that a resumed run needs beside weights and optimizer."""
+
+    step: int = 0
+    prompts_consumed: int = 0
+    weight_version: int = 0
+    kl_coefficient: float = 0.0
+    last_validation: Optional[float] = None
+
+
+class PPOTrainer:
+    """Owns the loop; the parts it is given own everything else. All methods are collective over the actor job."""
+
+    def __init__(
+        self,
+        *,
+        config: ActorConfig,
+        topology: Topology,
+        tokenizer: Tokenizer,
+        policy: Policy,
+        engine: RolloutEngine,
+        critic: Optional[Critic],
+        generation: Generation,
+        validator: Validator,
+        checkpoints: PairedCheckpoints,
+        recorder: Recorder,
+        train_samples: list[Sample],
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self.config, self.ppo, self.topology, self.tokenizer = config, config.ppo, topology, tokenizer
+        self.policy, self.engine, self.critic = policy, engine, critic
+        self.generation, self.validator = generation, validator
+        self.checkpoints, self.recorder = checkpoints, recorder
+        self.train_samples, self.stop_token_ids = train_samples, stop_token_ids
+        self.sampler = PromptSampler(len(train_samples), seed=config.run.seed, shuffle=config.data.shuffle)
+        self.state = TrainerState(kl_coefficient=config.ppo.kl_coefficient)
+        self.engine_version: Optional[int] = None
+
+    # The loop
+
+    def fit(self, *, resume_from: Optional[int], should_stop: Callable[[], bool] = lambda: False) -> TrainerState:
+        """Run to run.max_steps, or until `should_stop` (asked on rank 0, between steps) says that the job has to end; save, and return."""
+        saved = self.checkpoints.restore(resume_from)
+        if saved is not None:
+            self.state = TrainerState(**saved)
+        elif self.config.validation.every:
+            self.validate_before_training()
+        stopping = False
+        while self.state.step < self.config.run.max_steps and not stopping:
+            self.run_step()
+            stopping = broadcast_object(should_stop(), 0, self.topology.cpu_group)
+            if self.checkpoint_is_due() or stopping:
+                self.save()
+        return self.state
+
+    def run_step(self) -> None:
+        step = self.state.step + 1
+        self.recorder.begin_step()
+        phase = self.recorder.phase
+        with phase("refit"):
+            self.refit()
+        with phase("generate"):
+            samples = self.next_samples()
+            rollouts, pending = self.generation.run(self.requests(samples), samples)
+        faults.reach("generated", step)
+        with phase("logprobs"):
+            logprobs, reference = self.logprobs(rollouts)
+        with phase("critic_wait"):
+            answers = self.generation.answers(pending, rollouts)
+        with phase("advantages"):
+            experience = self.experience(rollouts, logprobs, reference, answers)
+        with phase("train"):
+            critic_update = self.start_critic_training(step, experience)
+            policy_metrics = self.train_policy(step, experience)
+        with phase("critic_wait"):
+            critic_metrics = self.finish_critic_training(critic_update)
+        faults.reach("trained", step)
+        self.advance(step, rollouts, experience)
+        self.recorder.training_samples(
+            step, sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience)
+        )
+        with phase("validate"):
+            validation = self.validate_when_due(step)
+        metrics = {**experience.metrics, **policy_metrics, **critic_metrics, **validation, **self.state_metrics(answers)}
+        self.recorder.end_step(step, metrics, tokens=int(rollouts.lengths.sum()))
+
+    # Phases
+
+    def refit(self) -> None:
+        """Bring the engine to the policy's weights; nothing to do in critic warm-up, when they have not moved."""
+        if self.engine_version != self.state.weight_version:
+            certificate = self.engine.refit(weight_update(self.policy.export(), self.state.weight_version))
+            self.engine_version = certificate.version
+
+    def next_samples(self) -> dict[int, Sample]:
+        """This step's prompts by sample_id = group_id * n + k, where group_id counts the prompts consumed."""
+        n, first = self.ppo.samples_per_prompt, self.state.prompts_consumed
+        chosen = self.sampler.take(first, self.ppo.rollout_batch_size)
+        return {(first + i) * n + k: self.train_samples[row] for i, row in enumerate(chosen) for k in range(n)}
+
+    def requests(self, samples: dict[int, Sample]) -> list[Request]:
+        return [
+            Request(
+                sample_id=sample_id,
+                prompt_ids=sample.prompt_ids,
+                max_output_len=self.config.engine.max_output_len,
+                temperature=self.config.sampling.temperature,
+                stop_token_ids=self.stop_token_ids,
+                seed=self.config.run.seed,
+            )
+            for sample_id, sample in samples.items()
+        ]
+
+    def logprobs(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, S] each: of the policy and of the frozen reference, at the sampling temperature."""
+        temperature = self.config.sampling.temperature
+        logprobs = self.policy.logprobs(rollouts, temperature=temperature)
+        if self.state.weight_version == 0:
+            return logprobs, logprobs  # before its first update the policy is the reference
+        return logprobs, self.policy.reference_logprobs(rollouts, temperature=temperature)
+
+    def experience(self, rollouts: Rollouts, logprobs, reference, answers: Answers) -> Experience:
+        signals = Signals(
+            logprobs=logprobs,
+            reference_logprobs=reference,
+            scores=torch.tensor([s.value for s in answers.scores]),
+            values=answers.values,
+            bootstrap=answers.bootstrap,
+        )
+        return build_experience(rollouts, signals, self.ppo, self.state.kl_coefficient)
+
+    def start_critic_training(self, step: int, experience: Experience):
+        """Send the step to the critic, which trains while the policy does. Rank 0 alone talks to it."""
+        if self.critic is None or not self.topology.is_reporter:
+            return None
+        return self.critic.train(step, experience.critic_batch())
+
+    def finish_critic_training(self, update) -> dict[str, float]:
+        """Await the critic's acknowledgement on rank 0; a failure there fails every rank."""
+        if self.critic is None:
+            return {}
+        outcome: object = None
+        if update is not None:
+            try:
+                outcome = update.result(timeout=self.config.critic.request_timeout)
+            except Exception as problem:  # noqa: BLE001 - every rank must hear of it, whatever it is
+                outcome = problem
+        outcome = broadcast_object(outcome, 0, self.topology.cpu_group)
+        if isinstance(outcome, Exception):
+            raise RuntimeError(f"the critic did not train: {outcome}") from outcome
+        return {f"critic/{key}": value for key, value in outcome.items()}
+
+    def train_policy(self, step: int, experience: Experience) -> dict[str, float]:
+        """The policy's epochs and mini-batches; means of their metrics. Nothing in critic warm-up."""
+        if step <= self.ppo.critic_warmup_steps:
+            return {}
+        updates = [self.policy.train(batch) for batch in self.policy_mini_batches(step, experience)]
+        self.state.weight_version += 1
+        return {f"policy/{key}": sum(u[key] for u in updates) / len(updates) for key in updates[0]}
+
+    def policy_mini_batches(self, step: int, experience: Experience) -> Iterator[PolicyMiniBatch]:
+        rollouts, size = experience.rollouts, self.ppo.mini_batch_size
+        for epoch in range(self.ppo.epochs):
+            for rows in mini_batches(len(rollouts), size, seed=self.config.run.seed, step=step, epoch=epoch):
+                yield PolicyMiniBatch(
+                    tokens=rollouts.tokens[rows],
+                    lengths=rollouts.lengths[rows],
+                    mask=experience.mask[rows],
+                    old_logprobs=experience.logprobs[rows],
+                    advantages=experience.advantages[rows],
+                )
+
+    # Between steps
+
+    def advance(self, step: int, rollouts: Rollouts, experience: Experience) -> None:
+        self.state.step = step
+        self.state.prompts_consumed += self.ppo.rollout_batch_size
+        if self.ppo.kl_target is not None:
+            controller = AdaptiveKL(self.state.kl_coefficient, self.ppo.kl_target, self.ppo.kl_horizon)
+            controller.update(experience.metrics["kl/sequence"], len(rollouts))
+            self.state.kl_coefficient = controller.coefficient
+
+    def state_metrics(self, answers: Answers) -> dict[str, float]:
+        parts = sorted({name for s in answers.scores for name in s.parts})
+        means = {f"reward/{p}": sum(s.parts.get(p, 0.0) for s in answers.scores) / len(answers.scores) for p in parts}
+        return {
+            **means,
+            "kl/coefficient": self.state.kl_coefficient,
+            "weight_version": self.state.weight_version,
+            "prompts_consumed": self.state.prompts_consumed,
+            "memory/peak_bytes": peak_memory_bytes(),
+        }
+
+    def validate_before_training(self) -> None:
+        """Metrics row 0."""
+        self.recorder.begin_step()
+        with self.recorder.phase("refit"):
+            self.refit()
+        with self.recorder.phase("validate"):
+            metrics, tokens = self.validate(0)
+        self.recorder.end_step(0, {**metrics, "memory/peak_bytes": peak_memory_bytes()}, tokens=tokens)
+
+    def validate_when_due(self, step: int) -> dict[str, float]:
+        every = self.config.validation.every
+        if not every or (step % every and step != self.config.run.max_steps):
+            return {}
+        self.refit()
+        return self.validate(step)[0]
+
+    def validate(self, step: int) -> tuple[dict[str, float], int]:
+        """Metrics, and the number of tokens that they took."""
+        validation = self.validator.run()
+        if validation is None:
+            return {}, 0
+        self.state.last_validation = validation.metrics["val/reward"]
+        rows = sample_rows(validation.rollouts, validation.samples, validation.answers.scores, self.tokenizer)
+        self.recorder.validation_samples(step, rows)
+        return validation.metrics, int(validation.rollouts.lengths.sum())
+
+    def checkpoint_is_due(self) -> bool:
+        settings, step = self.config.checkpoint, self.state.step
+        last = step == self.config.run.max_steps
+        return (settings.every > 0 and step % settings.every == 0) or (last and settings.at_end)
+
+    def save(self) -> None:
+        with self.recorder.phase("checkpoint"):
+            self.checkpoints.save(self.state.step, asdict(self.state), validation=self.state.last_validation)

@@ -1,0 +1,47 @@
+"""One JSON object a sample: where its prompt came from, what was said, and what it was worth."""
+
+from typing import Any, Optional
+
+from aligner.algorithms.experience import Experience
+from aligner.data.batch import Rollouts, Sample, Score
+from aligner.data.tokenizer import Tokenizer
+
+
+def sample_rows(
+    rollouts: Rollouts,
+    samples: dict[int, Sample],
+    scores: list[Score],
+    tokenizer: Tokenizer,
+    experience: Optional[Experience] = None,
+) -> list[dict[str, Any]]:
+    """Rows in order of sample_id. With an experience (training, not validation) KL and advantage of each row are there too."""
+    rows = []
+    for b, sample_id in enumerate(rollouts.sample_ids.tolist()):
+        start, end = int(rollouts.prompt_lengths[b]), int(rollouts.lengths[b])
+        response = rollouts.tokens[b, start:end].tolist()
+        row = {
+            "sample_id": sample_id,
+            "origin": samples[sample_id].origin,
+            "prompt": samples[sample_id].prompt,
+            "response": tokenizer.decode(response),
+            "response_ids": response,
+            "score": scores[b].value,
+            "parts": scores[b].parts,
+            "finish_reason": "length" if rollouts.truncated[b] else "stop",
+            "weight_version": rollouts.weight_version,
+        }
+        if experience is not None:
+            row |= _training_fields(experience, b, start, end)
+        rows.append(row)
+    return rows
+
+
+def _training_fields(experience: Experience, b: int, start: int, end: int) -> dict[str, float]:
+    advantages, values = experience.advantages[b, start:end], experience.values[b, start:end]
+    return {
+        "kl": float(experience.kl[b, start:end].sum()),
+        "advantage_mean": float(advantages.mean()),
+        "advantage_min": float(advantages.min()),
+        "advantage_max": float(advantages.max()),
+        "value_first": float(values[0]),
+    }

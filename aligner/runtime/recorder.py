@@ -1,0 +1,59 @@
+"""What the loop tells the outside: phases, metrics, samples. Every rank has one, so that the loop reads the same; rank 0's alone writes."""
+
+from typing import Any, Callable, ContextManager, Iterable, Mapping, Optional
+
+from aligner.config.jobs import ActorConfig
+from aligner.runtime.metrics import MetricsWriter
+from aligner.runtime.progress import Progress
+from aligner.runtime.run_folder import RunFolder
+from aligner.runtime.timers import Timers
+
+PHASES = ("refit", "generate", "logprobs", "critic_wait", "advantages", "train", "validate", "checkpoint")
+
+
+class Recorder:
+    """folder: None on the ranks that write nothing. resumed: step of the checkpoint that the run continues from, None for a new run."""
+
+    def __init__(
+        self,
+        config: ActorConfig,
+        folder: Optional[RunFolder],
+        *,
+        resumed: Optional[int],
+        synchronise: Optional[Callable[[], None]] = None,
+        settings: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        self.folder = folder
+        self._log_samples = config.logging.rollouts
+        self._metrics = self._progress = None
+        if folder is not None:
+            self._metrics = MetricsWriter(folder.path, config.logging, keep_through=resumed, config=settings)
+            self._progress = Progress(config.run.max_steps, done=resumed or 0)
+        self.timers = Timers(*PHASES, on_phase=self._progress and self._progress.phase, synchronise=synchronise)
+
+    def phase(self, name: str) -> ContextManager[None]:
+        return self.timers.phase(name)
+
+    def begin_step(self) -> None:
+        self.timers.start_step()
+
+    def end_step(self, step: int, metrics: Mapping[str, Any], *, tokens: int) -> None:
+        """Write the row of a step. tokens: prompt and response tokens of the step, for tokens_per_second."""
+        times = self.timers.finish_step()
+        row = {**metrics, **times, "tokens_per_second": tokens / times["time/step"]}
+        if self._metrics is not None:
+            self._metrics.write(step, row)
+            self._progress.step(step, row)
+
+    def training_samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        if self.folder is not None and self._log_samples:
+            self.folder.write_samples(self.folder.rollouts(step), rows)
+
+    def validation_samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        if self.folder is not None and self._log_samples:
+            self.folder.write_samples(self.folder.validation(step), rows)
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._progress.close()

@@ -1,0 +1,99 @@
+"""Run both jobs of a PPO run on this machine: the critic job and the actor job, two separately launched process trees.
+
+    python launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic --actor-ranks 2 --actor parallel.pipeline=2
+
+Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. The exit code is the actor's."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE = 30.0  # seconds a job gets to end by itself before it is killed
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actor-config", default="ppo_actor", help="configuration in conf/ of the actor job")
+    parser.add_argument("--critic-config", default="ppo_critic", help="configuration in conf/ of the critic job")
+    parser.add_argument("--actor-ranks", type=int, default=1)
+    parser.add_argument("--critic-ranks", type=int, default=1)
+    parser.add_argument("--critic-log", type=Path, help="file for the critic job's output; default: this terminal")
+    for job in ("actor", "critic", "both"):
+        parser.add_argument(f"--{job}", nargs="*", default=[], metavar="OVERRIDE")
+    return parser.parse_args(argv)
+
+
+def command(script: str, ranks: int, config: str, overrides: list[str]) -> list[str]:
+    """One rank runs as plain python, several under torchrun."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, str(ROOT / script), "--config-name", config, *overrides]
+
+
+def start(argv: list[str], output) -> subprocess.Popen:
+    # Threads that spin while they wait would starve the other job where both share the cores.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    return subprocess.Popen(argv, env=environment, start_new_session=True, stdout=output, stderr=output and subprocess.STDOUT)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """SIGTERM to the job's first process, which ends its own tree; SIGKILL to the whole session after the grace."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    critic_output = None
+    if args.critic_log:
+        args.critic_log.parent.mkdir(parents=True, exist_ok=True)
+        critic_output = args.critic_log.open("w")
+    jobs = []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(128 + number))
+    try:
+        critic_command = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, args.both + args.critic)
+        critic = start(critic_command, critic_output)
+        jobs.append(critic)
+        actor = start(command("train_ppo_actor.py", args.actor_ranks, args.actor_config, args.both + args.actor), None)
+        jobs.append(actor)
+        return watch(actor, critic, args.critic_log)
+    finally:
+        for job in reversed(jobs):
+            stop(job)
+
+
+def watch(actor: subprocess.Popen, critic: subprocess.Popen, critic_log) -> int:
+    """The actor's exit code, once it has ended and the critic with it. A critic that fails first ends the actor too."""
+    critic_failed_at = None
+    while actor.poll() is None:
+        time.sleep(0.2)
+        if critic.poll() not in (None, 0) and critic_failed_at is None:
+            critic_failed_at = time.monotonic()
+            where = f"; its output is in {critic_log}" if critic_log else ""
+            print(f"the critic job ended with exit code {critic.returncode}{where}", file=sys.stderr, flush=True)
+        if critic_failed_at and time.monotonic() - critic_failed_at > GRACE:
+            return critic.returncode
+    try:
+        critic.wait(GRACE if actor.returncode == 0 else 0.1)
+    except subprocess.TimeoutExpired:
+        pass  # `stop` ends it
+    return actor.returncode
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
