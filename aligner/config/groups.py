@@ -303,7 +303,7 @@ class CriticClientConfig:
     """Deadline of one request, in seconds."""
     infer_batch_size: int = 16
     """Rows an inference request: finished responses are sent in chunks of this size while others generate."""
-    local_config: str = "critic"
+    local_config: str = "ppo_critic"
     """For place local: the critic job's configuration in conf/."""
     local_overrides: list[str] = field(default_factory=list)
     """For place local: overrides of that configuration."""

@@ -40,3 +40,6 @@ class CriticConfig:
     reward: g.RewardConfig = _group(g.RewardConfig)
     critic: g.CriticTrainConfig = _group(g.CriticTrainConfig)
     serving: g.ServingConfig = _group(g.ServingConfig)
+
+
+JOBS = {"actor": ActorConfig, "critic": CriticConfig}

@@ -108,7 +108,8 @@ def report_error(error: BaseException, *, rank: int) -> ExitCode:
 
     A ConfigError is the same on every rank, so rank 0 alone prints it."""
     code = exit_code_of(error)
-    logging.getLogger("aligner").error("ended by an error", exc_info=error, extra={"file_only": True})
+    if log_files():
+        logging.getLogger("aligner").error("ended by an error", exc_info=error, extra={"file_only": True})
     if not is_one_sentence(error) or (code is ExitCode.FAULT and not log_files()):
         traceback.print_exception(error)
     elif rank == 0 or not isinstance(error, ConfigError):

@@ -1,0 +1,181 @@
+"""Checks between keys. Each names the keys and their values, and what to change. The grid is checked where the rank count is known."""
+
+import math
+import string
+from pathlib import Path
+from typing import Any, Iterator
+
+from aligner.config.groups import (
+    Advantage,
+    CriticPlace,
+    RewardKind,
+    RewardPlace,
+    Schedule,
+    Truncation,
+)
+from aligner.config.jobs import ActorConfig, CriticConfig
+
+POSITIVE = """run.max_steps parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.timeout model.num_layers
+optim.eps data.task_size sampling.temperature engine.max_batch_size engine.max_input_len engine.max_output_len
+ppo.rollout_batch_size ppo.samples_per_prompt ppo.mini_batch_size ppo.micro_batch_size ppo.epochs ppo.whiten_min_std ppo.clip
+ppo.kl_target ppo.kl_horizon reward.workers reward.timeout reward.memory_mb critic.connect_timeout critic.request_timeout
+critic.infer_batch_size critic.mini_batch_size critic.micro_batch_size critic.epochs critic.value_clip serving.heartbeat
+serving.idle_timeout serving.max_rows checkpoint.keep_last validation.max_prompts""".split()
+
+NOT_NEGATIVE = """run.seed parallel.threads optim.lr optim.min_lr optim.warmup_steps optim.decay_steps optim.weight_decay
+optim.clip_grad ppo.entropy_bonus ppo.kl_coefficient ppo.truncation_penalty ppo.critic_warmup_steps reward.format_credit
+critic.head_lr_multiplier serving.port serving.queue_delay_us checkpoint.every validation.every logging.drift_alarm""".split()
+
+AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout"]
+
+
+def problems(config: Any) -> list[str]:
+    """One line a problem of a job's settings; empty where they fit together."""
+    found = list(_ranges(config))
+    found += _optim(config.optim)
+    found += _parallel(config.parallel)
+    found += _reward(config.reward)
+    found += _run(config.run)
+    if isinstance(config, ActorConfig):
+        found += [*_actor(config), *_data(config), *_algorithm(config)]
+    if isinstance(config, CriticConfig):
+        found += _critic(config)
+    return found
+
+
+def _ranges(config: Any) -> Iterator[str]:
+    def given(key: str) -> Any:
+        group, name = key.split(".")
+        return getattr(getattr(config, group, None), name, None)  # None: absent, or a key of another job
+
+    for group, settings in vars(config).items():
+        for name, value in vars(settings).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{group}.{name}={value} must be a finite number"
+    for key in POSITIVE:
+        if given(key) is not None and given(key) <= 0:
+            yield f"{key}={given(key)} must be greater than 0"
+    for key in NOT_NEGATIVE:
+        if given(key) is not None and given(key) < 0:
+            yield f"{key}={given(key)} must not be negative"
+    for key in AT_MOST_ONE:
+        if given(key) is not None and not 0 <= given(key) <= 1:
+            yield f"{key}={given(key)} must lie between 0 and 1"
+
+
+def _run(run: Any) -> Iterator[str]:
+    if not run.name or "/" in run.name or run.name.startswith("."):
+        yield f"run.name={run.name!r} must name a folder inside run.dir: no slash, no leading dot"
+
+
+def _parallel(parallel: Any) -> Iterator[str]:
+    if parallel.sequence and parallel.tensor == 1:
+        yield "parallel.sequence=true needs parallel.tensor > 1, and it is 1"
+    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+        yield f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline > 1, and it is 1"
+
+
+def _optim(optim: Any) -> Iterator[str]:
+    if optim.schedule is not Schedule.constant and optim.decay_steps <= optim.warmup_steps:
+        yield (
+            f"optim.schedule={optim.schedule.name} needs optim.decay_steps ({optim.decay_steps}) greater than "
+            f"optim.warmup_steps ({optim.warmup_steps})"
+        )
+    if optim.min_lr > optim.lr:
+        yield f"optim.min_lr={optim.min_lr} exceeds optim.lr={optim.lr}"
+    for name in ("beta1", "beta2"):
+        if getattr(optim, name) == 1:
+            yield f"optim.{name}=1 never learns: it must be less than 1"
+
+
+def _reward(reward: Any) -> Iterator[str]:
+    if reward.kind is RewardKind.function:
+        path, _, name = (reward.function or "").rpartition(":")
+        if not path or not name.isidentifier():
+            yield f"reward.kind=function needs reward.function=file.py:name, and it is {reward.function}"
+        elif not Path(path).is_file():
+            yield f"reward.function={reward.function}: there is no file {Path(path).absolute()}"
+    elif reward.function is not None:
+        yield f"reward.function={reward.function} needs reward.kind=function, and it is {reward.kind.name}"
+    if reward.kind is RewardKind.model and reward.checkpoint is None:
+        yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
+    if reward.kind is not RewardKind.model and reward.checkpoint is not None:
+        yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model, and it is {reward.kind.name}"
+
+
+def _actor(config: ActorConfig) -> Iterator[str]:
+    ppo, critic, reward = config.ppo, config.critic, config.reward
+    samples = ppo.rollout_batch_size * ppo.samples_per_prompt
+    if ppo.mini_batch_size > 0 and samples % ppo.mini_batch_size:
+        yield (
+            f"ppo.rollout_batch_size={ppo.rollout_batch_size} times ppo.samples_per_prompt={ppo.samples_per_prompt} is {samples} "
+            f"samples a step, which is no multiple of ppo.mini_batch_size={ppo.mini_batch_size}"
+        )
+    if critic.place is CriticPlace.none and reward.place is RewardPlace.critic:
+        yield "critic.place=none leaves nobody to score: set reward.place=actor"
+    if critic.place is not CriticPlace.none and reward.place is RewardPlace.actor and reward.kind is RewardKind.model:
+        yield "reward.place=actor with reward.kind=model: a reward model runs in the critic job, set reward.place=critic"
+    if critic.place is CriticPlace.none and reward.kind is RewardKind.model:
+        yield "reward.kind=model needs a critic job to run the reward model, and critic.place is none"
+    if critic.endpoint is not None:
+        host, _, port = critic.endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            yield f"critic.endpoint={critic.endpoint} must be host:port"
+    if critic.endpoint is not None and critic.place is not CriticPlace.remote:
+        yield f"critic.endpoint={critic.endpoint} needs critic.place=remote, and it is {critic.place.name}"
+    if critic.local_overrides and critic.place is not CriticPlace.local:
+        yield f"critic.local_overrides needs critic.place=local, and it is {critic.place.name}"
+
+
+def _algorithm(config: ActorConfig) -> Iterator[str]:
+    ppo, place = config.ppo, config.critic.place
+    if ppo.advantage is Advantage.gae and place is CriticPlace.none:
+        yield "ppo.advantage=gae needs a critic: set critic.place=remote or local, or ppo.advantage=reinforce_baseline"
+    if ppo.truncation is Truncation.bootstrap and (place is CriticPlace.none or ppo.advantage is not Advantage.gae):
+        yield (
+            f"ppo.truncation=bootstrap needs a critic and ppo.advantage=gae (critic.place={place.name}, "
+            f"ppo.advantage={ppo.advantage.name}): set ppo.truncation to mask, penalise or ignore"
+        )
+    if ppo.critic_warmup_steps and place is CriticPlace.none:
+        yield f"ppo.critic_warmup_steps={ppo.critic_warmup_steps} needs a critic, and critic.place is none"
+    if ppo.kl_target is not None and ppo.kl_coefficient == 0:
+        yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coefficient by factors: it must start above 0"
+    if ppo.critic_warmup_steps >= config.run.max_steps > 0:
+        yield f"ppo.critic_warmup_steps={ppo.critic_warmup_steps} leaves no step of run.max_steps={config.run.max_steps} for the policy"
+
+
+def _data(config: ActorConfig) -> Iterator[str]:
+    data = config.data
+    if (data.prompts is None) == (data.task is None):
+        yield f"exactly one of data.prompts and data.task must be given (data.prompts={data.prompts}, data.task={data.task})"
+    for name in ("prompts", "validation_prompts"):
+        path = getattr(data, name)
+        if path is not None and not Path(path).is_file():
+            yield f"data.{name}={path}: there is no such file"
+    if data.prompts is not None and config.validation.every > 0 and data.validation_prompts is None:
+        yield "validation.every > 0 with data.prompts needs data.validation_prompts (or validation.every=0)"
+    if data.task is not None and data.validation_prompts is not None:
+        yield "data.validation_prompts goes with data.prompts; a task holds out problems of its own (data.holdout)"
+    if data.task_key not in ("question", "operands"):
+        yield f"data.task_key={data.task_key} must be question or operands"
+    if config.reward.kind is RewardKind.task and data.prompts is not None and data.task is None:
+        yield f"reward.kind=task needs data.task: with data.prompts={data.prompts} set reward.kind to function or model"
+    if config.reward.answer not in ("first_integer", "task"):
+        yield f"reward.answer={config.reward.answer} must be first_integer or task"
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(data.template) if name is not None}
+    except ValueError as error:
+        yield f"data.template={data.template!r}: {error}"
+    else:
+        if not names or not names <= {"prompt", "question"}:
+            yield f"data.template={data.template!r} must hold {{prompt}} or {{question}} and no other name (braces themselves are doubled)"
+
+
+def _critic(config: CriticConfig) -> Iterator[str]:
+    serving = config.serving
+    if serving.port > 65535:
+        yield f"serving.port={serving.port} must be at most 65535"
+    if serving.token_file is not None and not Path(serving.token_file).is_file():
+        yield f"serving.token_file={serving.token_file}: there is no such file"
+    if config.reward.place is RewardPlace.actor and config.reward.kind is RewardKind.model:
+        yield "reward.kind=model with reward.place=actor: the critic job would load a reward model that nobody asks"
