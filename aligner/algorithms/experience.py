@@ -4,6 +4,7 @@ Legend: B rows, S columns; every tensor is the whole rollout, the same on every 
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from aligner.config.groups import Advantage, PPOConfig

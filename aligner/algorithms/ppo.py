@@ -73,6 +73,7 @@ class PPOTrainer:
     def fit(self, *, resume_from: Optional[int], should_stop: Callable[[], bool] = lambda: False) -> TrainerState:
         """Run to run.max_steps, or until `should_stop` (asked on rank 0, between steps) says that the job has to end; save, and return."""
         saved = self.checkpoints.restore(resume_from)
+        self.recorder.start()
         if saved is not None:
             self.state = TrainerState(**saved)
         elif self.config.validation.every:
@@ -86,9 +87,7 @@ class PPOTrainer:
         return self.state
 
     def run_step(self) -> None:
-        step = self.state.step + 1
-        self.recorder.begin_step()
-        phase = self.recorder.phase
+        step, phase = self.state.step + 1, self.recorder.phase
         with phase("refit"):
             self.refit()
         with phase("generate"):
@@ -225,7 +224,6 @@ class PPOTrainer:
 
     def validate_before_training(self) -> None:
         """Metrics row 0."""
-        self.recorder.begin_step()
         with self.recorder.phase("refit"):
             self.refit()
         with self.recorder.phase("validate"):

@@ -34,7 +34,8 @@ class Recorder:
     def phase(self, name: str) -> ContextManager[None]:
         return self.timers.phase(name)
 
-    def begin_step(self) -> None:
+    def start(self) -> None:
+        """The first step begins now. Later ones begin where the one before ended, so a checkpoint counts in the step that follows it."""
         self.timers.start_step()
 
     def end_step(self, step: int, metrics: Mapping[str, Any], *, tokens: int) -> None:

@@ -1,0 +1,106 @@
+"""Rewards, advantages and metrics of a rollout against a case computed by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from aligner.algorithms.experience import Signals, build_experience
+from aligner.algorithms.schedule import mini_batches
+from aligner.config.groups import Advantage, PPOConfig, Truncation
+from aligner.data.batch import Completion, collate
+
+
+def completion(sample_id, prompt, response, reason="stop"):
+    return Completion(sample_id, prompt, response, [-1.0] * len(response), reason, weight_version=0)
+
+
+@pytest.fixture
+def rollouts():
+    """Row 0: two prompt tokens, two chosen, terminated. Row 1: one prompt token, three chosen, cut at its length."""
+    return collate([completion(1, [7], [8, 9, 8], "length"), completion(0, [5, 6], [7, 2])], pad_id=0)
+
+
+def signals(rollouts, **changes):
+    shape = rollouts.tokens.shape
+    full = dict(
+        logprobs=torch.full(shape, -1.0),
+        reference_logprobs=torch.full(shape, -1.5),
+        scores=torch.tensor([1.0, 0.5]),
+        values=torch.zeros(shape),
+        bootstrap=torch.tensor([9.0, 0.25]),
+    )
+    return Signals(**{**full, **changes})
+
+
+SETTINGS = PPOConfig(gamma=1.0, lam=1.0, whiten=False, kl_coefficient=0.1)
+
+
+def test_collate_orders_by_sample_id_and_pads_right(rollouts):
+    assert rollouts.sample_ids.tolist() == [0, 1]
+    assert rollouts.tokens.shape == (2, 64)
+    assert rollouts.tokens[0, :5].tolist() == [5, 6, 7, 2, 0]
+    assert rollouts.mask[0].nonzero().flatten().tolist() == [2, 3]
+    assert rollouts.mask[1].nonzero().flatten().tolist() == [1, 2, 3]
+    assert rollouts.truncated.tolist() == [False, True]
+
+
+def test_advantages_by_hand(rollouts):
+    # kl per token 0.5, so each chosen token pays 0.05; lambda 1 and zero values make the advantage the reward to go.
+    got = build_experience(rollouts, signals(rollouts), SETTINGS, kl_coefficient=0.1)
+    assert got.advantages[0, 2:4].tolist() == pytest.approx([1.0 - 0.1, 1.0 - 0.05])
+    assert got.advantages[1, 1:4].tolist() == pytest.approx([0.75 - 0.15, 0.75 - 0.1, 0.75 - 0.05])  # 0.5 + bootstrap 0.25
+    assert got.metrics["kl/mean"] == pytest.approx(0.5)
+    assert got.metrics["kl/sequence"] == pytest.approx((1.0 + 1.5) / 2)
+    assert got.metrics["reward/mean"] == pytest.approx(0.75)
+    assert got.metrics["response/truncated"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "truncation, first, rows",
+    [
+        (Truncation.ignore, 0.5 - 0.15, 2),
+        (Truncation.penalise, 0.5 - 1.0 - 0.15, 2),
+        (Truncation.mask, 0.0, 1),
+    ],
+)
+def test_truncation_settings(rollouts, truncation, first, rows):
+    settings = dataclasses.replace(SETTINGS, truncation=truncation, truncation_penalty=1.0)
+    got = build_experience(rollouts, signals(rollouts), settings, kl_coefficient=0.1)
+    assert got.advantages[1, 1].item() == pytest.approx(first)
+    assert got.mask.any(1).sum().item() == rows
+
+
+def test_what_lies_outside_the_mask_changes_nothing(rollouts):
+    clean = build_experience(rollouts, signals(rollouts), SETTINGS, kl_coefficient=0.1)
+    dirty = signals(rollouts)
+    for name in ("logprobs", "reference_logprobs", "values"):
+        setattr(dirty, name, torch.where(rollouts.mask, getattr(dirty, name), float("nan")))
+    got = build_experience(rollouts, dirty, SETTINGS, kl_coefficient=0.1)
+    assert torch.equal(got.advantages, clean.advantages) and torch.equal(got.returns, clean.returns)
+    assert got.metrics == clean.metrics
+
+
+def test_a_nan_under_the_mask_is_named(rollouts):
+    bad = signals(rollouts)
+    bad.values[0, 2] = float("nan")
+    with pytest.raises(FloatingPointError, match="values"):
+        build_experience(rollouts, bad, SETTINGS, kl_coefficient=0.1)
+
+
+def test_critic_free_needs_no_values(rollouts):
+    settings = dataclasses.replace(SETTINGS, advantage=Advantage.reinforce_baseline, truncation=Truncation.ignore)
+    got = build_experience(rollouts, signals(rollouts), settings, kl_coefficient=0.0)
+    baseline = (1.0 * 2 + 0.5 * 3) / 5
+    assert got.advantages[0, 2].item() == pytest.approx(1.0 - baseline)
+    assert got.advantages[1, 3].item() == pytest.approx(0.5 - baseline)
+    assert "critic/explained_variance" not in got.metrics
+
+
+def test_mini_batches_are_a_partition_that_depends_on_seed_step_and_epoch_only():
+    first = mini_batches(12, 4, seed=1, step=3, epoch=0)
+    assert [len(b) for b in first] == [4, 4, 4]
+    assert sorted(torch.cat(first).tolist()) == list(range(12))
+    assert all(torch.equal(a, b) for a, b in zip(first, mini_batches(12, 4, seed=1, step=3, epoch=0), strict=True))
+    others = [mini_batches(12, 4, seed=2, step=3, epoch=0), mini_batches(12, 4, seed=1, step=4, epoch=0), mini_batches(12, 4, seed=1, step=3, epoch=1)]
+    assert all(not torch.equal(torch.cat(first), torch.cat(other)) for other in others)
