@@ -1,0 +1,90 @@
+"""Building this rank's part of a model."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from aligner.config.groups import Recompute
+from aligner.models.model_config import HEADS, ModelShape
+from aligner.models.spec import block_spec, transformer_config
+from aligner.parallel.device import DEVICE
+from aligner.parallel.topology import Topology
+
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
+from megatron.core.transformer.module import Float16Module  # isort: skip
+
+from aligner.models.heads import ResponseOutput, ValueHead  # isort: skip
+
+
+def build_model(
+    shape: ModelShape, topology: Topology, *, head: str, dtype: torch.dtype, recompute: Recompute = Recompute.none
+) -> list[torch.nn.Module]:
+    """This rank's chunks, first stage first: one, or virtual_pipeline of them. Weights are random until they are loaded.
+
+    head: lm, value or score, whatever shape.head says. In bfloat16 each chunk is wrapped in Float16Module; unwrap() takes wrappers off.
+    Every rank of the world calls it (tied embeddings are summed over a group)."""
+    if head not in HEADS:
+        raise ValueError(f"head must be one of {', '.join(HEADS)}, got {head!r}")
+    config = transformer_config(shape, topology, dtype=dtype, recompute=recompute)
+    stages = [None] if topology.virtual_pipeline is None else range(topology.virtual_pipeline)
+    chunks = [_build_chunk(shape, topology, config, head, stage).to(DEVICE) for stage in stages]
+    return [Float16Module(config, chunk) for chunk in chunks] if dtype == torch.bfloat16 else chunks
+
+
+def _build_chunk(shape: ModelShape, topology: Topology, config, head: str, vp_stage: int | None) -> GPTModel:
+    last_stage = None if vp_stage is None else topology.virtual_pipeline - 1
+    post_process = topology.is_last_stage and vp_stage in (None, last_stage)
+    model = GPTModel(
+        config,
+        block_spec(config, vp_stage),
+        vocab_size=shape.padded_vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=topology.is_first_stage and vp_stage in (None, 0),
+        post_process=post_process,
+        parallel_output=True,
+        # Without logits nothing is tied, and a last stage needs no copy of the embedding.
+        share_embeddings_and_output_weights=shape.tied and head == "lm",
+        position_embedding_type="rope",
+        rotary_base=shape.rotary_base,
+        vp_stage=vp_stage,
+    )
+    if shape.rope_scaling is not None:
+        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
+    if post_process:
+        model.output_layer = _head(model, shape, topology, config, head)
+    return model
+
+
+def _head(model: GPTModel, shape: ModelShape, topology: Topology, config, head: str) -> torch.nn.Module:
+    place = {"sequence_parallel": topology.sequence, "tensor_group": topology.tensor_group}
+    if head == "lm":
+        return ResponseOutput(model.output_layer.weight, **place)
+    return ValueHead(shape.hidden_size, dtype=config.params_dtype, device=DEVICE, **place)
+
+
+def llama3_frequencies(inv_freq: Tensor, scaling: dict) -> Tensor:
+    """Llama 3's scaled rotary frequencies: long wavelengths are divided by `factor`, short ones kept, those between interpolated.
+
+    inv_freq [D/2] float32 -> [D/2]. After transformers' modeling_rope_utils._compute_llama3_parameters; megatron-core's own fixes all
+    but the factor."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    old_length = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (old_length / wavelength - low) / (high - low)
+    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    scaled = torch.where(wavelength > old_length / low, inv_freq / factor, inv_freq)
+    return torch.where((wavelength <= old_length / low) & (wavelength >= old_length / high), between, scaled)
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and Float16Module."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def head_of(chunks: list[torch.nn.Module]) -> torch.nn.Module | None:
+    """The ResponseOutput or ValueHead of this rank, None where another stage has it."""
+    last = unwrap(chunks[-1])
+    return last.output_layer if last.post_process else None

@@ -1,0 +1,73 @@
+"""Collectives with an explicit group on every call. All ranks of the group call each one, in the same order."""
+
+from typing import Any, Mapping, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from aligner.parallel.device import DEVICE
+from aligner.parallel.topology import Topology
+
+
+def gather_objects(obj: Any, group: ProcessGroup) -> list:
+    """Every rank's picklable object, in order of the group's ranks, on every rank."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, obj, group=group)
+    return found
+
+
+def broadcast_object(obj: Any, src: int, group: ProcessGroup) -> Any:
+    """The object of global rank `src`; the others' argument is not looked at."""
+    box = [obj if dist.get_rank() == src else None]
+    dist.broadcast_object_list(box, src=src, group=group)
+    return box[0]
+
+
+def from_last_stage(tensor: Optional[Tensor], shape: Sequence[int], dtype: torch.dtype, topology: Topology) -> Tensor:
+    """The last stage's tensor on every stage of its pipeline. `tensor` is None on the other stages; shape and dtype are known to all."""
+    if topology.is_last_stage:
+        assert tensor is not None and tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype, (
+            "the last stage's tensor differs from what was said"
+        )
+    if topology.pipeline == 1:
+        return tensor
+    sent = tensor.contiguous() if topology.is_last_stage else torch.empty(*shape, dtype=dtype, device=DEVICE)
+    dist.broadcast(sent, src=topology.last_stage_rank, group=topology.pipeline_group)
+    return sent
+
+
+def gather_rows(tensor: Tensor, topology: Topology) -> Tensor:
+    """[b, ...] of each data-parallel rank -> [B, ...] in order of data rank. b may differ between ranks; the rest must not."""
+    if topology.data == 1:
+        return tensor
+    here = torch.tensor([tensor.size(0)], device=tensor.device)
+    counts = [torch.empty_like(here) for _ in range(topology.data)]
+    dist.all_gather(counts, here, group=topology.data_group)
+    sizes = [int(c) for c in counts]
+    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    padded[: tensor.size(0)] = tensor
+    parts = [torch.empty_like(padded) for _ in range(topology.data)]
+    dist.all_gather(parts, padded, group=topology.data_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes)])
+
+
+def agree(error: Optional[Exception], topology: Topology) -> None:
+    """Make one rank's error everybody's, so that no rank waits in the next collective for one that left.
+
+    Raises RuntimeError "rank 3: ..." on every rank if any rank passed an error."""
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    found = [
+        f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(said, topology.cpu_group)) if text is not None
+    ]
+    if found:
+        raise RuntimeError("; ".join(found)) from error
+
+
+def reduce_metrics(sums: Mapping[str, Any], group: ProcessGroup) -> dict[str, float]:
+    """Sum each metric over the group, in float64. Every rank passes the same names."""
+    names = sorted(sums)
+    total = torch.tensor([float(sums[name]) for name in names], dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(total, group=group)
+    return dict(zip(names, total.tolist()))

@@ -1,0 +1,78 @@
+"""The one place that knows whether this process computes on a GPU or on the CPU."""
+
+import functools
+import os
+import resource
+import time
+
+import torch
+import torch.distributed as dist
+
+from aligner.config.groups import Dtype
+from aligner.parallel import cpu_megatron
+
+ON_GPU: bool = torch.cuda.is_available()
+DEVICE: torch.device = (
+    torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
+    if ON_GPU
+    else torch.device("cpu")
+)
+BACKEND: str = "nccl" if ON_GPU else "gloo"
+
+# bfloat16 must win by this factor to be chosen on a CPU: it costs precision.
+_BF16_GAIN = 1.2
+
+if not ON_GPU:
+    cpu_megatron.install()
+
+
+def set_threads(n: int) -> None:
+    """Compute threads of this process (intra-op)."""
+    torch.set_num_threads(n)
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory so far: of the GPU's allocator, or the resident set of this process on a CPU."""
+    if ON_GPU:
+        return torch.cuda.max_memory_allocated(DEVICE)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def empty_cache() -> None:
+    """Give unused blocks of the GPU's allocator back; nothing on a CPU."""
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+@functools.cache
+def _cpu_bfloat16_gain() -> float:
+    """Seconds of a small float32 product over those of the same product in bfloat16, on this CPU."""
+    x, w = torch.ones(64, 256), torch.ones(256, 256)
+    return _best_seconds(x, w) / _best_seconds(x.bfloat16(), w.bfloat16())
+
+
+def _best_seconds(x: torch.Tensor, w: torch.Tensor, repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def fastest_dtype() -> torch.dtype:
+    """bfloat16 on a GPU; on a CPU what a micro-timing of this process finds faster (its ranks may differ: see resolve_dtype)."""
+    if ON_GPU:
+        return torch.bfloat16
+    return torch.bfloat16 if _cpu_bfloat16_gain() > _BF16_GAIN else torch.float32
+
+
+def resolve_dtype(dtype: Dtype) -> torch.dtype:
+    """The torch dtype of a setting. For `auto`, once a job has started, a collective: rank 0's choice holds on every rank."""
+    if dtype is not Dtype.auto:
+        return {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}[dtype]
+    if ON_GPU or not dist.is_initialized() or dist.get_world_size() == 1:
+        return fastest_dtype()
+    choice = [fastest_dtype() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(choice, src=0)
+    return choice[0]
