@@ -1,0 +1,111 @@
+"""The tokenizer of a local folder. Everything downstream passes token ids, so that nothing is tokenised twice."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+# Names that chat models end a turn or a document with; where a tokenizer has one as a special token, it ends a response.
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<end_of_turn>", "<|end_of_text|>", "<|end|>")
+
+# What two tokenizers must encode alike to be taken for the same: spaces, digits, case, accents, code, scripts, symbols, special text.
+FINGERPRINT_TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  two leading spaces,\ttabs\nand\r\nnew lines\n\n",
+    "3 + 4 = 7; 1234567.89 - 0x1F",
+    "Don't WE'VE can't isn't",
+    "naïve café Ångström Übergröße",
+    "def f(x):\n    return x ** 2  # squared",
+    "你好，世界 Привет мир नमस्ते 🙂👍🏽",
+    "<|im_start|>user\n<s>[INST] <|endoftext|>",
+)
+
+
+class Tokenizer:
+    """A fast tokenizer read from `folder` (tokenizer.json and tokenizer_config.json), never from a hub.
+
+    vocab_size is the number of real ids. bos_id is None where the tokenizer has none; pad_id falls back to an end token, since
+    what is padding is said by lengths and masks, never by the id."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "tokenizer.json").is_file():
+            raise ValueError(f"{self.folder} has no tokenizer.json: a checkpoint needs a fast tokenizer in its tokenizer/ folder")
+        from transformers import PreTrainedTokenizerFast  # 3 s of import that only those who read a tokenizer pay
+
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(self.folder), local_files_only=True)
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.bos_id: Optional[int] = self._tokenizer.bos_token_id
+        self.eos_id: Optional[int] = self._tokenizer.eos_token_id
+        self.end_token_ids = self._find_end_tokens()
+        pad = self._tokenizer.pad_token_id
+        self.pad_id: int = pad if pad is not None else self.end_token_ids[0]
+        self._starts_with_bos = self._ids("a", special=True)[:1] == [self.bos_id] != self._ids("a")[:1]
+
+    def _ids(self, text: str, special: bool = False) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    def _find_end_tokens(self) -> tuple[int, ...]:
+        """The eos token, those of generation_config.json and config.json beside the tokenizer, and the known end-of-turn tokens."""
+        found = [self.eos_id]
+        for name in ("generation_config.json", "config.json"):
+            path = self.folder / name
+            declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+            found += declared if isinstance(declared, list) else [declared]
+        special = {str(token): i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        found += [special[name] for name in END_TOKENS if name in special]
+        ends = tuple(sorted({i for i in found if i is not None}))
+        if not ends:
+            raise ValueError(f"{self.folder} names no end token: set eos_token in tokenizer_config.json")
+        if ends[-1] >= self.vocab_size:
+            raise ValueError(f"{self.folder}: end token id {ends[-1]} is not below the vocabulary size {self.vocab_size}")
+        return ends
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that opens a sequence: with the BOS of tokenizers that add one, once, and never an EOS."""
+        ids = self._ids(text)
+        if self._starts_with_bos and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+    def chat(self, messages: list[dict[str, str]], system: Optional[str] = None) -> list[int]:
+        """Ids of a conversation by the chat template, with the opening of the assistant's turn.
+
+        system: put before conversations that have no system message; None leaves the template's own default. The template alone
+        decides about a BOS. Raises ValueError where there is no template or it refuses the messages."""
+        template = self._tokenizer.chat_template
+        if not template:
+            raise ValueError(f"{self.folder} has no chat template: set data.chat=false, or add one to tokenizer_config.json")
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        try:
+            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # jinja2's, of many kinds: a template raises for roles that it does not know
+            roles = [message["role"] for message in messages]
+            raise ValueError(f"the chat template of {self.folder} refuses roles {roles}: {error}") from error
+        if self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
+            raise ValueError(f"the chat template of {self.folder} writes the BOS token twice")
+        return ids
+
+    def _special_ids(self) -> dict[str, Any]:
+        t = self._tokenizer
+        added = sorted(i for i, token in t.added_tokens_decoder.items() if token.special)
+        return {"bos": t.bos_token_id, "eos": t.eos_token_id, "pad": t.pad_token_id, "unk": t.unk_token_id, "special": added}
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the sorted vocabulary, the special ids and the encodings of eight fixed strings."""
+        content = {
+            "vocabulary": sorted(self._tokenizer.get_vocab().items()),
+            "special": self._special_ids(),
+            "encodings": [self.encode(text) for text in FINGERPRINT_TEXTS],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def chat_template_hash(self) -> str:
+        """sha256 (hex) of the chat template; empty without one. Apart from the fingerprint: a different template is only a warning."""
+        template = self._tokenizer.chat_template
+        return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest() if template else ""
