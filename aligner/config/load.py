@@ -145,7 +145,8 @@ def _from_files(job: type, name: str, selections: list[Override], folders: list[
         with initialize_config_dir(str(home), version_base="1.3"):
             composed = _compose(name, search, chosen)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"configuration {name}: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).split()).partition(" Config search path")[0]
+        raise ConfigError(f"configuration {name}: {text}") from error
     elsewhere = {group for other in JOBS.values() for group in keys.groups(other)} - set(keys.groups(job))
     plain = OmegaConf.to_container(composed, resolve=False)
     # a file may serve both jobs: a group that only the other job has is not for this one
