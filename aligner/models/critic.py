@@ -1,0 +1,143 @@
+"""The critic: a backbone with a value head.
+
+The shift happens here: values[b, t] is V of the state before tokens[b, t] is chosen, so it is read from the hidden state at t - 1;
+values[b, 0] = 0. bootstrap[b] is read from the last token."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.config.groups import ModelConfig, OptimConfig
+from aligner.models import pipeline
+from aligner.models.checkpoint import checkpoint_shape
+from aligner.models.micro_batches import MicroBatch
+from aligner.models.policy import not_finite
+from aligner.models.trainable import TrainableModel
+from aligner.ops.masks import clean
+from aligner.ops.value_loss import clipped_value_loss
+from aligner.parallel.topology import Topology
+
+
+@dataclass
+class CriticMiniBatch:
+    """Rows of one optimizer step."""
+
+    tokens: Tensor  # [B, S] int64
+    lengths: Tensor  # [B] int64
+    mask: Tensor  # [B, S] bool
+    old_values: Tensor  # [B, S] float32, as inferred
+    returns: Tensor  # [B, S] float32
+
+
+class CriticModel:
+    """Every method is collective over the job, with the same arguments and the same results on every rank."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        optim: OptimConfig,
+        topology: Topology,
+        *,
+        micro_batch_size: int,
+        value_clip: Optional[float] = 0.2,
+        head_lr_multiplier: float = 1.0,
+    ) -> None:
+        """Backbone from model.checkpoint; a head that it lacks starts at zero. value_clip None: a plain squared error."""
+        self.topology, self.value_clip = topology, value_clip
+        self.shape = checkpoint_shape(model.checkpoint).with_layers(model.num_layers).with_head("value")
+        self.model = TrainableModel(
+            model,
+            self.shape,
+            optim,
+            topology,
+            micro_batch_size=micro_batch_size,
+            head_lr_multiplier=head_lr_multiplier,
+        )
+
+    def values(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [B, S], lengths [B] -> (values [B, S] float32, bootstrap [B] float32).
+
+        values[:, 0] = 0, and 0 from lengths[b] on; bootstrap is V after the last token, whether or not the row terminated."""
+        micro = pipeline.micro_batches(
+            tokens, lengths, {}, micro_batch_size=self.model.micro_batch_size, topology=self.topology
+        )
+        parts = pipeline.forward(self.model.plain_chunks, micro, self.topology, read=_read_values)
+        values = pipeline.to_global([v for v, _ in parts], micro, tuple(tokens.shape), self.topology)
+        bootstrap = pipeline.to_global([b for _, b in parts], micro, (tokens.size(0),), self.topology)
+        return values, bootstrap
+
+    def train(self, batch: CriticMiniBatch) -> dict[str, float]:
+        """One optimizer step on the clipped squared error. Metrics are means over the mini-batch's tokens.
+
+        A loss or gradient that is not finite skips the step on every rank (`skipped` 1). Raises FloatingPointError where a return or
+        an old value under the mask is not finite."""
+        fields = {
+            "mask": batch.mask,
+            "old_values": clean(batch.old_values, batch.mask, "old_values"),
+            "returns": clean(batch.returns, batch.mask, "returns"),
+        }
+        tokens = int(batch.mask.sum())
+        sums, update = self.model.train_step(batch.tokens, batch.lengths, fields, loss=partial(self._loss, tokens))
+        count = max(tokens, 1)
+        return {
+            "loss": sums["loss"],
+            "value": sums["value"] / count,
+            "return": sums["return"] / count,
+            "clip_fraction": sums["value_clipped"] / count,
+            "grad_norm": update.grad_norm,
+            "learning_rate": update.learning_rate,
+            "skipped": float(update.skipped),
+        }
+
+    def _loss(self, denominator: int, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values = _before_each_token(output)
+        try:
+            return clipped_value_loss(
+                values,
+                micro.fields["old_values"],
+                micro.fields["returns"],
+                micro.fields["mask"],
+                clip=self.value_clip,
+                denominator=denominator,
+            )
+        except FloatingPointError:
+            return not_finite(values, ("value", "return", "value_clipped", "value_loss", "tokens"))
+
+    def save(self, folder: Path, *, extra: Mapping[str, Any] = {}) -> None:
+        self.model.save(folder, extra=extra)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        return self.model.load(folder)
+
+    def reset(self) -> None:
+        """Back to the weights of model.checkpoint, with nothing learned."""
+        self.model.reset()
+
+    @property
+    def step_count(self) -> int:
+        return self.model.step_count
+
+    @property
+    def learning_rate(self) -> float:
+        return self.model.learning_rate
+
+
+def _before_each_token(output: Tensor) -> Tensor:
+    """[m, W, 1] of the head -> [m, W]: V before each token, 0 before the first."""
+    return F.pad(output[:, :-1, 0], (1, 0))
+
+
+def last_token(micro: MicroBatch, output: Tensor) -> Tensor:
+    """[m, W, 1] of the head -> [m]: what it says at the last token of each row."""
+    return output[:, :, 0].gather(1, (micro.lengths - 1)[:, None])[:, 0]
+
+
+def _read_values(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:
+    at = micro.positions
+    values = torch.where(at < micro.lengths[:, None], _before_each_token(output), 0.0)
+    return values, last_token(micro, output)

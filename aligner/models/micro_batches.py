@@ -1,0 +1,108 @@
+"""How a global batch becomes the micro-batches of one rank, and how their results become a global tensor again. Pure: no ranks are asked.
+
+Legend: B rows of the global batch (replicated on the CPU of every rank), S its columns; m rows and W columns of a micro-batch."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of one data-parallel rank, cut. `micro_batches[i]` are indices into the global batch; none is longer than `rows_each`,
+    and all ranks have equally many, empty ones included (a pipeline or a collective would hang otherwise)."""
+
+    micro_batches: list[list[int]]
+    rows_each: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """m rows, of which the first len(rows) are real and the rest are wholly masked padding.
+
+    lengths is 1 and every mask and field is 0 (False) in padding rows."""
+
+    rows: Tensor  # [<= m] int64, indices into the global batch, on the CPU
+    tokens: Tensor  # [m, W] int64
+    lengths: Tensor  # [m] int64
+    fields: dict[str, Tensor] = field(default_factory=dict)  # [m, W] each
+
+    @property
+    def positions(self) -> Tensor:
+        """[m, W] int64: 0, 1, 2 ... in each row."""
+        return torch.arange(self.tokens.size(1), device=self.tokens.device).expand_as(self.tokens)
+
+
+def plan(
+    lengths: Sequence[int], parts: Sequence[Sequence[int]], part: int, *, micro_batch_size: int, count_multiple: int = 1
+) -> Plan:
+    """Cut the rows parts[part] into micro-batches of at most micro_batch_size rows, long rows first.
+
+    lengths: tokens of each of the B rows. parts: the rows of each data-parallel rank. Sorting puts rows of like length together, so
+    that little is padded, and the largest memory use comes first. The number of micro-batches is that of the rank with most rows,
+    rounded up to a multiple of count_multiple (the interleaved schedule needs a multiple of the pipeline degree)."""
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size must be at least 1, is {micro_batch_size}")
+    most = max(len(rows) for rows in parts)
+    count = max(1, -(-most // micro_batch_size))
+    rows_each = max(1, -(-most // count))
+    count = -(-count // count_multiple) * count_multiple
+    rows = sorted(parts[part], key=lambda row: (-lengths[row], row))
+    cut = [list(rows[i * rows_each : (i + 1) * rows_each]) for i in range(count)]
+    assert sum(map(len, cut)) == len(rows)
+    return Plan(cut, rows_each)
+
+
+def width(longest: int, multiple: int) -> int:
+    """W of a micro-batch whose longest row has `longest` tokens: at least 2, so that there is a next token to be about."""
+    return -(-max(longest, 2) // multiple) * multiple
+
+
+def build(
+    chosen: list[int],
+    tokens: Tensor,
+    lengths: Tensor,
+    fields: Mapping[str, Tensor],
+    *,
+    rows_each: int,
+    multiple: int,
+    device: torch.device,
+) -> MicroBatch:
+    """One micro-batch on `device`. tokens [B, S], lengths [B], fields [B, S] on the CPU; W is the longest chosen row rounded up to a
+    multiple of `multiple`, and what lies beyond S is padding."""
+    rows = torch.tensor(chosen, dtype=torch.int64)
+    wide = width(int(lengths[rows].max()) if chosen else 0, multiple)
+
+    def cut(x: Tensor) -> Tensor:
+        y = torch.zeros(rows_each, wide, dtype=x.dtype)
+        part = x[rows, :wide]
+        y[: len(chosen), : part.size(1)] = part
+        return y.to(device, non_blocking=True)
+
+    own_lengths = torch.ones(rows_each, dtype=torch.int64)
+    own_lengths[: len(chosen)] = lengths[rows]
+    return MicroBatch(rows, cut(tokens), own_lengths.to(device), {name: cut(x) for name, x in fields.items()})
+
+
+def width_multiple(tensor_parallel: int, on_gpu: bool) -> int:
+    """Granularity of W. A GPU's matrix units want multiples of 16; on a CPU a padded column costs what a real one does."""
+    return math.lcm(16 if on_gpu else 1, tensor_parallel)
+
+
+def scatter(parts: Sequence[Tensor], micro_batches: Sequence[MicroBatch], shape: tuple[int, ...]) -> Tensor:
+    """A float32 tensor of `shape` ([B, S] or [B]) with the rows of parts ([m, W] or [m], one a micro-batch) at their places in the
+    global batch; 0 elsewhere, so that the sum over data-parallel ranks is the whole. Columns beyond S (padding) are dropped."""
+    device = parts[0].device if parts else torch.device("cpu")
+    whole = torch.zeros(shape, dtype=torch.float32, device=device)
+    for part, micro in zip(parts, micro_batches, strict=True):
+        real = part[: len(micro.rows)].float()
+        rows = micro.rows.to(device)
+        if part.dim() == 1:
+            whole[rows] = real
+        else:
+            columns = min(part.size(1), shape[1])
+            whole[rows, :columns] = real[:, :columns]
+    return whole

@@ -1,0 +1,156 @@
+"""Forward and backward passes over Megatron's schedules (none, 1F1B, interleaved): the one place that has a forward_step.
+
+Losses come back already divided by the denominator of the whole mini-batch and are only summed from there on (over micro-batches and
+data-parallel ranks): `calculate_per_token_loss` is set and finalize_model_grads is called without a token count, since Megatron's other
+path divides by the number of micro-batches, and its DDP by the data-parallel degree."""
+
+from functools import partial
+from typing import Any, Callable, Iterator, Mapping, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.parallel.device import DEVICE, ON_GPU
+from aligner.parallel.topology import Topology
+
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from aligner.models import micro_batches as cutting
+from aligner.models.micro_batches import MicroBatch
+from aligner.parallel.balance import balance_rows
+from aligner.parallel.collectives import broadcast_object, from_last_stage
+
+Chunks = list[torch.nn.Module]
+Positions = Callable[[MicroBatch], Tensor]
+"""Flat indices b * W + t of the hidden states that the head is wanted at."""
+Read = Callable[[MicroBatch, Tensor], Any]
+"""(micro-batch, output of the last stage) -> what is kept of it."""
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, output of the last stage) -> (scalar share of the mini-batch's loss, sums to be added up)."""
+
+
+def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel under DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def micro_batches(
+    tokens: Tensor, lengths: Tensor, fields: Mapping[str, Tensor], *, micro_batch_size: int, topology: Topology
+) -> list[MicroBatch]:
+    """The micro-batches of this rank. tokens [B, S] int64, lengths [B] int64, fields [B, S], the same on every rank."""
+    sizes = lengths.tolist()
+    interleaved = topology.pipeline if topology.virtual_pipeline else 1
+    parts = balance_rows(sizes, topology.data)
+    plan = cutting.plan(
+        sizes, parts, topology.data_rank, micro_batch_size=micro_batch_size, count_multiple=interleaved
+    )
+    multiple = cutting.width_multiple(topology.tensor, ON_GPU)
+    return [
+        cutting.build(rows, tokens, lengths, fields, rows_each=plan.rows_each, multiple=multiple, device=DEVICE)
+        for rows in plan.micro_batches
+    ]
+
+
+def forward(
+    chunks: Chunks, micro: list[MicroBatch], topology: Topology, *, read: Read, positions: Optional[Positions] = None
+) -> list[Any]:
+    """Forward pass without gradients. On the last stage: what `read` returned for each micro-batch, in order; elsewhere []."""
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        return _schedule(chunks, micro, topology, finish=partial(_read, read), positions=positions, forward_only=True)
+
+
+def forward_backward(
+    chunks: Chunks, micro: list[MicroBatch], topology: Topology, *, loss: Loss, positions: Optional[Positions] = None
+) -> dict[str, float]:
+    """Forward and backward pass; gradients are added to the DDP buffers and reduced over data-parallel ranks.
+
+    Returns on every rank the sums of `loss`'s metrics over the whole mini-batch, with `loss` itself among them. `loss` must not raise on
+    one rank alone (the others would wait in a collective): it returns a loss that is not finite instead."""
+    for chunk in chunks:
+        chunk.train()
+    told = _schedule(chunks, micro, topology, finish=partial(_with_loss, loss), positions=positions, forward_only=False)
+    return _total(told, topology)
+
+
+def to_global(parts: list[Tensor], micro: list[MicroBatch], shape: tuple[int, ...], topology: Topology) -> Tensor:
+    """The global tensor ([B, S] or [B], float32, on the CPU of every rank) of the last stage's parts, one a micro-batch."""
+    whole = None
+    if topology.is_last_stage:
+        whole = cutting.scatter(parts, micro, shape).to(DEVICE)
+        if topology.data > 1:
+            dist.all_reduce(whole, group=topology.data_group)
+    return from_last_stage(whole, shape, torch.float32, topology).cpu()
+
+
+def finalize(chunks: Chunks, num_tokens: Optional[Tensor] = None, **kwargs) -> None:
+    """Megatron's finalize_model_grads without its scaling by tokens: losses are divided already."""
+    del num_tokens
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def _schedule(
+    chunks: Chunks,
+    micro: list[MicroBatch],
+    topology: Topology,
+    *,
+    finish: Callable,
+    positions: Optional[Positions],
+    forward_only: bool,
+) -> list[Any]:
+    run = get_forward_backward_func(topology.pipeline, topology.virtual_pipeline)
+    iterators = [iter(micro) for _ in chunks]
+    several = len(chunks) > 1
+    return run(
+        forward_step_func=partial(_forward_step, positions=positions, finish=finish),
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=len(micro),
+        # The shapes that stages exchange are sent with the tensors (variable_seq_lengths); these are not used then.
+        seq_length=max(m.tokens.size(1) for m in micro),
+        micro_batch_size=micro[0].tokens.size(0),
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _forward_step(
+    iterator: Iterator[MicroBatch], chunk: torch.nn.Module, *, positions: Optional[Positions], finish: Callable
+) -> tuple[Tensor, Callable]:
+    micro = next(iterator)
+    model = unwrapped(chunk)
+    if model.post_process and positions is not None:
+        model.output_layer.select(positions(micro))
+    # No attention mask: it is causal, and padding is on the right, where no real token looks.
+    output = chunk(micro.tokens, micro.positions, None)
+    return output, partial(finish, micro)
+
+
+def _read(read: Read, micro: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
+    assert non_loss_data
+    return read(micro, output)
+
+
+def _with_loss(loss: Loss, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    value, sums = loss(micro, output)
+    tokens = torch.zeros((), dtype=torch.int, device=value.device)
+    return value, tokens, {"loss": value.detach(), **sums}
+
+
+def _total(told: list[dict[str, Tensor]], topology: Topology) -> dict[str, float]:
+    """Sum dicts of scalars over micro-batches and data-parallel ranks, and tell the other stages."""
+    sums: dict[str, float] = {}
+    if topology.is_last_stage:
+        names = sorted(told[0])
+        stacked = torch.stack([torch.stack([one[name].double() for name in names]) for one in told]).sum(0)
+        if topology.data > 1:
+            dist.all_reduce(stacked, group=topology.data_group)
+        sums = dict(zip(names, stacked.tolist(), strict=True))
+    if topology.pipeline == 1:
+        return sums
+    return broadcast_object(sums, topology.last_stage_rank, topology.pipeline_group)

@@ -1,0 +1,32 @@
+"""A reward model on Megatron: a backbone with a score head, read at the last token."""
+
+from torch import Tensor
+
+from aligner.config.groups import ModelConfig
+from aligner.models import pipeline
+from aligner.models.build import build_model
+from aligner.models.checkpoint import checkpoint_shape, load_weights
+from aligner.models.critic import last_token
+from aligner.parallel.device import resolve_dtype
+from aligner.parallel.topology import Topology
+
+
+class RewardModel:
+    """Scores of finished rows; frozen."""
+
+    def __init__(self, model: ModelConfig, topology: Topology, *, micro_batch_size: int) -> None:
+        self.topology, self.micro_batch_size = topology, micro_batch_size
+        self.shape = checkpoint_shape(model.checkpoint).with_layers(model.num_layers).with_head("score")
+        dtype = resolve_dtype(model.dtype)
+        self.chunks = build_model(self.shape, topology, head="score", dtype=dtype, recompute=model.recompute)
+        load_weights(self.chunks, self.shape, topology, model.checkpoint)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+
+    def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """tokens [B, S], lengths [B] -> [B] float32, the score head at token lengths[b] - 1. Collective; the same on every rank."""
+        micro = pipeline.micro_batches(
+            tokens, lengths, {}, micro_batch_size=self.micro_batch_size, topology=self.topology
+        )
+        parts = pipeline.forward(self.chunks, micro, self.topology, read=last_token)
+        return pipeline.to_global(parts, micro, (tokens.size(0),), self.topology)

@@ -1,0 +1,116 @@
+"""A model with its optimizer: what the policy, the critic and supervised training share."""
+
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+import torch
+from torch import Tensor
+
+from aligner.config.groups import ModelConfig, OptimConfig
+from aligner.models import pipeline
+from aligner.models.build import build_model
+from aligner.models.checkpoint import load_weights, save_weights
+from aligner.models.model_config import ModelShape
+from aligner.models.optimizer import (
+    Update,
+    apply_gradients,
+    build_optimizer,
+    clear_gradients,
+    forget_states,
+    learning_rate,
+    move_states,
+    wrap_for_training,
+)
+from aligner.models.pipeline import Loss, Positions
+from aligner.models.training_state import load_training, save_training
+from aligner.parallel.device import DEVICE, resolve_dtype
+from aligner.parallel.topology import Topology
+
+
+class TrainableModel:
+    """One model on this rank's grid. Every method is collective over the job, with the same arguments on every rank.
+
+    chunks: this rank's part of the model, under DDP. step_count: updates applied; a skipped step is none."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        shape: ModelShape,
+        optim: OptimConfig,
+        topology: Topology,
+        *,
+        micro_batch_size: int,
+        head_lr_multiplier: float = 1.0,
+    ) -> None:
+        """Build the model of `shape`, load its weights from model.checkpoint, and wrap it for training."""
+        self.source, self.shape, self.optim, self.topology = Path(model.checkpoint), shape, optim, topology
+        self.dtype = resolve_dtype(model.dtype)
+        self.micro_batch_size = micro_batch_size
+        plain = build_model(shape, topology, head=shape.head, dtype=self.dtype, recompute=model.recompute)
+        load_weights(plain, shape, topology, self.source)
+        self.chunks = wrap_for_training(plain, optim)
+        self.optimizer = build_optimizer(
+            self.chunks, optim, dtype=self.dtype, head_lr_multiplier=head_lr_multiplier
+        )
+        self.step_count = 0
+
+    @property
+    def plain_chunks(self) -> list[torch.nn.Module]:
+        """The chunks without DDP."""
+        return [chunk.module for chunk in self.chunks]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return learning_rate(self.optim, self.step_count)
+
+    def train_step(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        fields: Mapping[str, Tensor],
+        *,
+        loss: Loss,
+        positions: Optional[Positions] = None,
+    ) -> tuple[dict[str, float], Update]:
+        """Forward, backward and one update on a whole mini-batch. tokens [B, S], lengths [B], fields [B, S].
+
+        Returns the sums of `loss`'s metrics over the mini-batch (not divided by anything but what `loss` divided), and the update."""
+        micro = pipeline.micro_batches(
+            tokens, lengths, fields, micro_batch_size=self.micro_batch_size, topology=self.topology
+        )
+        clear_gradients(self.chunks, self.optimizer)
+        sums = pipeline.forward_backward(self.chunks, micro, self.topology, loss=loss, positions=positions)
+        finite = all(torch.isfinite(torch.tensor(list(sums.values()))).tolist())
+        update = apply_gradients(
+            self.optimizer, self.optim, step=self.step_count, finite=finite, topology=self.topology
+        )
+        self.step_count += not update.skipped
+        return sums, update
+
+    def save(self, folder: Path, *, extra: Mapping[str, Any]) -> None:
+        """Weights, optimizer and trainer_state.json (step_count and `extra`, plain JSON values) under `folder`."""
+        save_weights(self.plain_chunks, self.shape, self.topology, folder)
+        state = {"step_count": self.step_count, "extra": dict(extra)}
+        save_training(folder, self.plain_chunks, self.optimizer, state, self.topology)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Weights, optimizer and step_count of a saved model, of any layout; returns `extra`."""
+        load_weights(self.plain_chunks, self.shape, self.topology, folder)
+        forget_states(self.optimizer)
+        state = load_training(folder, self.plain_chunks, self.optimizer, self.topology)
+        self.step_count = state["step_count"]
+        return state["extra"]
+
+    def reset(self) -> None:
+        """Back to the initial weights and an optimizer that has seen nothing."""
+        load_weights(self.plain_chunks, self.shape, self.topology, self.source)
+        forget_states(self.optimizer)
+        self.step_count = 0
+
+    def offload_optimizer(self) -> None:
+        """Adam's moments to the host: they are not needed while the engine generates."""
+        move_states(self.optimizer, torch.device("cpu"))
+
+    def restore_optimizer(self) -> None:
+        move_states(self.optimizer, DEVICE)

@@ -1,0 +1,123 @@
+"""The optimizer's part of a checkpoint: `optimizer/` (torch_dist, any layout loads into any other) and trainer_state.json.
+
+Entry scripts need `if __name__ == "__main__":`, since saving spawns a helper process that imports the main module again."""
+
+import json
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.models.checkpoint import sharded_weights
+from aligner.models.optimizer import choose_kernel, inner_optimizers
+from aligner.parallel.collectives import broadcast_object
+from aligner.parallel.topology import Topology
+
+from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
+from megatron.core.optimizer.optimizer import MegatronOptimizer  # isort: skip
+
+STATE_FILE = "trainer_state.json"
+OPTIMIZER_FOLDER = "optimizer"
+
+
+def save_training(
+    folder: Path,
+    chunks: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    state: Mapping[str, Any],
+    topology: Topology,
+) -> None:
+    """Write optimizer/ and, last, trainer_state.json: `state` (plain JSON values) and the kind of the optimizer. Collective.
+
+    Before the first update there is no optimizer state and no optimizer/."""
+    folder = Path(folder)
+    fresh = _is_fresh(optimizer)
+    if not fresh:
+        target = folder / OPTIMIZER_FOLDER
+        if topology.is_reporter:
+            target.mkdir(parents=True, exist_ok=True)
+        dist.barrier(group=topology.cpu_group)
+        found = _sharded(chunks, optimizer, topology, loading=False)
+        dist_checkpointing.save(found, str(target), TorchDistSaveShardedStrategy("torch_dist", 1))
+    if topology.is_reporter:
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = {"fresh": fresh, **_kind(optimizer)}
+        (folder / STATE_FILE).write_text(json.dumps({"optimizer": kind, "state": dict(state)}, indent=1))
+    dist.barrier(group=topology.cpu_group)
+
+
+def load_training(
+    folder: Path, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
+) -> dict[str, Any]:
+    """Fill the optimizer (which holds no state yet; the chunks' weights are loaded already) and return `state`. Collective.
+
+    Raises ValueError where trainer_state.json is missing or the optimizer is of another kind."""
+    folder = Path(folder)
+    saved = broadcast_object(_read(folder) if topology.is_reporter else None, 0, topology.cpu_group)
+    if isinstance(saved, str):
+        raise ValueError(saved)
+    if not saved["optimizer"].pop("fresh"):
+        _refuse_other_kind(folder, saved["optimizer"], _kind(optimizer))
+        _load_optimizer(folder / OPTIMIZER_FOLDER, chunks, optimizer, topology)
+    return saved["state"]
+
+
+def _load_optimizer(
+    folder: Path, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
+) -> None:
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner, DistributedOptimizer):
+            # It asserts on an empty state. The values are overwritten, those of the weights included.
+            inner._init_optimizer_states_with_dummy_values()
+    wanted = _sharded(chunks, optimizer, topology, loading=True)
+    optimizer.load_state_dict(dist_checkpointing.load(wanted, str(folder))["optimizer"])
+    for inner in inner_optimizers(optimizer):
+        for state in inner.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                # The distributed optimizer gives all parameters one tensor, which Adam would then count up once a parameter.
+                state["step"] = state["step"].clone()
+    choose_kernel(optimizer)
+
+
+def _sharded(
+    chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology, *, loading: bool
+) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": topology.data_group,
+    }
+    weights = sharded_weights(chunks, topology)
+    return {"optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)}
+
+
+def _is_fresh(optimizer: MegatronOptimizer) -> bool:
+    """Every rank has parameters and updates them together, so this is the same everywhere."""
+    return all(not inner.optimizer.state for inner in inner_optimizers(optimizer))
+
+
+def _kind(optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """What two optimizers must share for the state of one to fit the other."""
+    config = inner_optimizers(optimizer)[0].config
+    return {"distributed": config.use_distributed_optimizer, "dtype": str(config.params_dtype).removeprefix("torch.")}
+
+
+def _read(folder: Path) -> dict[str, Any] | str:
+    """The file's content, or a sentence that says what is wrong."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        return f"{folder} has no {STATE_FILE}: it holds weights at most, and no training can continue from it"
+    return json.loads(path.read_text())
+
+
+def _refuse_other_kind(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    keys = {"distributed": "optim.distributed", "dtype": "model.dtype"}
+    differ = [f"{keys[k]}={saved[k]}, this run has {wanted[k]}" for k in keys if saved[k] != wanted[k]]
+    if differ:
+        raise ValueError(f"{folder / OPTIMIZER_FOLDER} was saved with {'; '.join(differ)}: resume with what it was saved with")

@@ -1,0 +1,72 @@
+"""Cutting a global batch: every row once, equal counts on every rank, no wasted columns, and back again."""
+
+import pytest
+import torch
+
+from aligner.models.micro_batches import build, plan, scatter, width, width_multiple
+
+CPU = torch.device("cpu")
+
+
+def _plans(lengths, parts, **kwargs):
+    return [plan(lengths, parts, part, **kwargs) for part in range(len(parts))]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 64])
+def test_every_row_once_and_equally_many_micro_batches(micro_batch_size):
+    lengths = [5, 9, 2, 7, 7, 3, 8]
+    plans = _plans(lengths, [[0, 1, 2, 3], [4, 5, 6]], micro_batch_size=micro_batch_size)
+    rows = [row for p in plans for micro in p.micro_batches for row in micro]
+    assert sorted(rows) == list(range(7))
+    assert len({(len(p.micro_batches), p.rows_each) for p in plans}) == 1
+    assert all(len(micro) <= p.rows_each <= micro_batch_size for p in plans for micro in p.micro_batches)
+
+
+def test_six_rows_at_four_a_micro_batch_are_three_and_three():
+    found = plan([1] * 6, [list(range(6))], 0, micro_batch_size=4)
+    assert found.rows_each == 3 and [len(m) for m in found.micro_batches] == [3, 3]
+
+
+def test_long_rows_come_first_and_ties_keep_their_order():
+    assert plan([3, 9, 3, 5], [[0, 1, 2, 3]], 0, micro_batch_size=2).micro_batches == [[1, 3], [0, 2]]
+
+
+def test_the_count_is_a_multiple_of_the_pipeline_degree_where_asked():
+    found = plan([4, 4, 4], [[0, 1, 2]], 0, micro_batch_size=1, count_multiple=2)
+    assert [len(m) for m in found.micro_batches] == [1, 1, 1, 0]
+
+
+def test_more_ranks_than_rows_leaves_empty_micro_batches():
+    plans = _plans([4], [[0], [], []], micro_batch_size=2)
+    assert [p.micro_batches for p in plans] == [[[0]], [[]], [[]]]
+    assert all(p.rows_each == 1 for p in plans)
+
+
+def test_a_micro_batch_size_of_zero_is_refused():
+    with pytest.raises(ValueError, match="micro_batch_size must be at least 1, is 0"):
+        plan([1], [[0]], 0, micro_batch_size=0)
+
+
+def test_width_is_the_longest_row_rounded_up():
+    assert [width(n, 4) for n in (0, 1, 4, 5, 16)] == [4, 4, 4, 8, 16]
+    assert width(0, 1) == 2 and width(21, 1) == 21
+    assert width_multiple(1, on_gpu=False) == 1 and width_multiple(3, on_gpu=True) == 48
+
+
+def test_a_micro_batch_holds_its_rows_and_masked_padding():
+    tokens = torch.arange(1, 25).reshape(3, 8)
+    mask = torch.ones(3, 8, dtype=torch.bool)
+    micro = build([2, 0], tokens, torch.tensor([3, 8, 5]), {"mask": mask}, rows_each=3, multiple=2, device=CPU)
+    assert micro.tokens.tolist() == [[17, 18, 19, 20, 21, 22], [1, 2, 3, 4, 5, 6], [0] * 6]
+    assert micro.lengths.tolist() == [5, 3, 1]
+    assert micro.fields["mask"][:2].all() and not micro.fields["mask"][2].any()
+    assert micro.positions[1].tolist() == list(range(6))
+
+
+def test_scatter_puts_rows_back_and_drops_columns_beyond_the_batch():
+    tokens, lengths = torch.zeros(4, 5, dtype=torch.int64), torch.tensor([5, 1, 4, 2])
+    micro = [build(rows, tokens, lengths, {}, rows_each=2, multiple=4, device=CPU) for rows in ([0, 2], [3])]
+    parts = [torch.full((2, 8), 1.0), torch.full((2, 4), 2.0)]
+    assert scatter(parts, micro, (4, 5)).tolist() == [[1.0] * 5, [0.0] * 5, [1.0] * 5, [2.0] * 4 + [0.0]]
+    ends = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 9.0])]
+    assert scatter(ends, micro, (4,)).tolist() == [1.0, 0.0, 2.0, 3.0]
