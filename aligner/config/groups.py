@@ -180,7 +180,7 @@ class DataConfig:
     holdout: float = 0.3
     """Share of distinct task keys, chosen by their hash, that is held out for validation."""
     template: str = "{prompt}"
-    """Text around a task's question or a `prompt` field; {prompt} and {question} stand for it."""
+    """Text around a task's question or a `prompt` field; {prompt} and {question} stand for it, {expression} for the bare expression of an arithmetic task."""
     chat: bool = True
     """Apply the tokenizer's chat template with a generation prompt; false: the text as it is."""
     system: Optional[str] = None

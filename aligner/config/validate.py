@@ -167,8 +167,10 @@ def _data(config: ActorConfig) -> Iterator[str]:
     except ValueError as error:
         yield f"data.template={data.template!r}: {error}"
     else:
-        if not names or not names <= {"prompt", "question"}:
-            yield f"data.template={data.template!r} must hold {{prompt}} or {{question}} and no other name (braces themselves are doubled)"
+        known = ["prompt", "question"] if data.task is None else ["prompt", "question", "expression"]
+        if not names or not names <= set(known):
+            some = ", ".join(f"{{{name}}}" for name in known)
+            yield f"data.template={data.template!r} must hold one of {some} and no other name (braces themselves are doubled)"
 
 
 def _critic(config: CriticConfig) -> Iterator[str]:
