@@ -68,7 +68,11 @@ class CriticJob:
             ):
                 updates.append(self.critic.train(_mini_batch(batch, chosen)))
         self.step = step
-        return {key: sum(u[key] for u in updates) / len(updates) for key in updates[0]}
+        applied = [u for u in updates if not u["skipped"]]
+        if len(applied) < len(updates):
+            log.warning("step %d: %d of %d updates were skipped, their loss or gradient is not finite", step, len(updates) - len(applied), len(updates))
+        means = {key: sum(u[key] for u in applied) / len(applied) for key in (applied[0] if applied else {})}
+        return {**means, "skipped": float(len(updates) - len(applied))}
 
     def prepare_save(self, step: int, folder: Path) -> None:
         """First phase of a paired save: everything is under `folder`, valid once the actor commits."""

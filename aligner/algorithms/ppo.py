@@ -89,10 +89,11 @@ class PPOTrainer:
     def run_step(self) -> None:
         step, phase = self.state.step + 1, self.recorder.phase
         with phase("refit"):
-            self.refit()
+            self.enter_generation()
         with phase("generate"):
             samples = self.next_samples()
             rollouts, pending = self.generation.run(self.requests(samples), samples)
+            self.leave_generation()
         faults.reach("generated", step)
         with phase("logprobs"):
             logprobs, reference = self.logprobs(rollouts)
@@ -117,11 +118,22 @@ class PPOTrainer:
 
     # Phases
 
-    def refit(self) -> None:
-        """Bring the engine to the policy's weights; nothing to do in critic warm-up, when they have not moved."""
+    def enter_generation(self) -> None:
+        """Make room, and bring the engine to the policy's weights; it has them already in critic warm-up, when they do not move."""
+        if self.config.optim.offload_during_generation:
+            self.policy.offload_optimizer()
+        if self.config.engine.offload_during_training:
+            self.engine.resume()
         if self.engine_version != self.state.weight_version:
             certificate = self.engine.refit(weight_update(self.policy.export(), self.state.weight_version))
             self.engine_version = certificate.version
+
+    def leave_generation(self) -> None:
+        if self.config.engine.offload_during_training:
+            self.engine.pause()
+            self.engine_version = None  # its weights are gone
+        if self.config.optim.offload_during_generation:
+            self.policy.restore_optimizer()
 
     def next_samples(self) -> dict[int, Sample]:
         """This step's prompts by sample_id = group_id * n + k, where group_id counts the prompts consumed."""
@@ -182,12 +194,20 @@ class PPOTrainer:
         return {f"critic/{key}": value for key, value in outcome.items()}
 
     def train_policy(self, step: int, experience: Experience) -> dict[str, float]:
-        """The policy's epochs and mini-batches; means of their metrics. Nothing in critic warm-up."""
+        """The policy's epochs and mini-batches; means of their metrics over the updates applied. Nothing in critic warm-up."""
         if step <= self.ppo.critic_warmup_steps:
             return {}
-        updates = [self.policy.train(batch) for batch in self.policy_mini_batches(step, experience)]
+        applied, skipped = [], 0
+        for number, batch in enumerate(self.policy_mini_batches(step, experience)):
+            update = self.policy.train(batch)
+            if update["skipped"]:
+                skipped += 1
+                where = self.recorder.keep_batch(f"step_{step}_update_{number}", vars(batch))
+                log.warning("step %d: update %d was skipped, its loss or gradient is not finite%s", step, number, where)
+            else:
+                applied.append(update)
         self.state.weight_version += 1
-        return {f"policy/{key}": sum(u[key] for u in updates) / len(updates) for key in updates[0]}
+        return {**mean_metrics("policy", applied), "policy/skipped": skipped}
 
     def policy_mini_batches(self, step: int, experience: Experience) -> Iterator[PolicyMiniBatch]:
         rollouts, size = experience.rollouts, self.ppo.mini_batch_size
@@ -224,8 +244,6 @@ class PPOTrainer:
 
     def validate_before_training(self) -> None:
         """Metrics row 0."""
-        with self.recorder.phase("refit"):
-            self.refit()
         with self.recorder.phase("validate"):
             metrics, tokens = self.validate(0)
         self.recorder.end_step(0, {**metrics, "memory/peak_bytes": peak_memory_bytes()}, tokens=tokens)
@@ -234,12 +252,13 @@ class PPOTrainer:
         every = self.config.validation.every
         if not every or (step % every and step != self.config.run.max_steps):
             return {}
-        self.refit()
         return self.validate(step)[0]
 
     def validate(self, step: int) -> tuple[dict[str, float], int]:
         """Metrics, and the number of tokens that they took."""
+        self.enter_generation()
         validation = self.validator.run()
+        self.leave_generation()
         if validation is None:
             return {}, 0
         self.state.last_validation = validation.metrics["val/reward"]
@@ -255,3 +274,8 @@ class PPOTrainer:
     def save(self) -> None:
         with self.recorder.phase("checkpoint"):
             self.checkpoints.save(self.state.step, asdict(self.state), validation=self.state.last_validation)
+
+
+def mean_metrics(prefix: str, updates: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over updates; nothing where there are none."""
+    return {f"{prefix}/{key}": sum(u[key] for u in updates) / len(updates) for key in (updates[0] if updates else {})}

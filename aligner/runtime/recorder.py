@@ -54,6 +54,17 @@ class Recorder:
         if self.folder is not None and self._log_samples:
             self.folder.write_samples(self.folder.validation(step), rows)
 
+    def keep_batch(self, name: str, tensors: Mapping[str, Any]) -> str:
+        """Save a batch that could not be trained on to skipped/NAME.pt. Returns where, for a message; "" on a rank that writes nothing."""
+        if self.folder is None:
+            return ""
+        import torch
+
+        path = self.folder.path / "skipped" / f"{name}.pt"
+        path.parent.mkdir(exist_ok=True)
+        torch.save(dict(tensors), path)
+        return f"; the batch is in {path}"
+
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
