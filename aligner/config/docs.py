@@ -1,7 +1,9 @@
-"""docs/configuration.md from the dataclasses: python -m aligner.config.docs > docs/configuration.md"""
+"""docs/configuration.md from the dataclasses: python -m aligner.config.docs docs/configuration.md"""
 
+import sys
 from dataclasses import MISSING, Field, fields
 from enum import Enum
+from pathlib import Path
 
 from aligner.config import keys
 from aligner.config.jobs import JOBS
@@ -66,4 +68,4 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8") if len(sys.argv) > 1 else print(markdown(), end="")

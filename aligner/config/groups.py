@@ -102,7 +102,8 @@ class RunConfig:
     max_steps: int = 100
     """Number of steps (passes of the loop), critic warm-up included."""
     resume: Resume = Resume.auto
-    """auto: continue from the newest committed checkpoint where there is one; never: refuse a folder with checkpoints; must: refuse without one."""
+    """auto: continue from the newest committed checkpoint where there is one; never: refuse a folder with checkpoints;
+    must: refuse without one."""
 
 
 @dataclass
@@ -180,7 +181,8 @@ class DataConfig:
     holdout: float = 0.3
     """Share of distinct task keys, chosen by their hash, that is held out for validation."""
     template: str = "{prompt}"
-    """Text around a task's question or a `prompt` field; {prompt} and {question} stand for it, {expression} for the bare expression of an arithmetic task."""
+    """Text around a task's question or a `prompt` field; {prompt} and {question} stand for it, {expression} for the bare
+    expression of an arithmetic task."""
     chat: bool = True
     """Apply the tokenizer's chat template with a generation prompt; false: the text as it is."""
     system: Optional[str] = None
@@ -258,7 +260,8 @@ class PPOConfig:
     kl_horizon: int = 10000
     """Samples over which the adaptive coefficient moves."""
     truncation: Truncation = Truncation.bootstrap
-    """A response cut at max_output_len: bootstrap from the critic's value, mask it out of both losses, penalise its score, or ignore that it was cut."""
+    """A response cut at max_output_len: bootstrap from the critic's value, mask it out of both losses, penalise its score, or
+    ignore that it was cut."""
     truncation_penalty: float = 1.0
     """Subtracted from a truncated response's score where truncation is penalise."""
     critic_warmup_steps: int = 0

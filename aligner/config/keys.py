@@ -5,7 +5,7 @@ import difflib
 import functools
 import inspect
 import types
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from typing import Any, Optional, Union, get_args, get_origin, get_type_hints
 
@@ -24,7 +24,11 @@ def field_docs(cls: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
     found = {f.name: "" for f in fields(cls)}
     for statement, below in zip(body, body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
             found[statement.target.id] = inspect.cleandoc(below.value.value)  # type: ignore[union-attr]
     return found
 
@@ -93,5 +97,7 @@ def unknown_key(job: type, key: str) -> str:
     group = key.split(".")[0]
     inside = [k for k in known if k.startswith(group + ".")]
     return f"unknown key {key}: " + (
-        f"{group} has {', '.join(k.split('.')[1] for k in inside)}" if inside else f"the groups are {', '.join(groups(job))}"
+        f"{group} has {', '.join(k.split('.')[1] for k in inside)}"
+        if inside
+        else f"the groups are {', '.join(groups(job))}"
     )

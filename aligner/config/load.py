@@ -93,7 +93,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError(f"command line: {error}") from None
     flags = [word for word in rest if word.startswith("-")]
     if flags:
-        raise ConfigError(*[f"command line: unknown option {flag}; settings are written group.key=value (--help)" for flag in flags])
+        raise ConfigError(
+            *[f"command line: unknown option {flag}; settings are written group.key=value (--help)" for flag in flags]
+        )
     return options, rest
 
 
@@ -115,13 +117,19 @@ def _read_overrides(words: list[str], folders: list[Path]) -> tuple[list[Overrid
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException:
-            problems.append(f"command line: {word!r} is not group.key=value (quote text that has spaces, commas or brackets)")
+            problems.append(
+                f"command line: {word!r} is not group.key=value (quote text that has spaces, commas or brackets)"
+            )
             continue
         key = override.key_or_group
         if override.is_delete():
-            problems.append(f"command line: {word}: settings cannot be deleted; {key.lstrip('~')}=null makes one absent")
+            problems.append(
+                f"command line: {word}: settings cannot be deleted; {key.lstrip('~')}=null makes one absent"
+            )
         elif override.is_sweep_override():
-            problems.append(f"command line: {word}: sweeps are not supported; write a list as [1,2], quote text with commas")
+            problems.append(
+                f"command line: {word}: sweeps are not supported; write a list as [1,2], quote text with commas"
+            )
         elif any((folder / key).is_dir() for folder in folders):
             selections.append(override)
         else:
@@ -136,9 +144,15 @@ def _from_files(job: type, name: str, selections: list[Override], folders: list[
     known = _config_names(folders)
     if name.removesuffix(".yaml") not in known:
         where = " or ".join(str(folder) for folder in folders)
-        raise ConfigError(f"there is no configuration {name} in {where}{keys.did_you_mean(name, known)}; there are: {', '.join(known)}")
+        raise ConfigError(
+            f"there is no configuration {name} in {where}{keys.did_you_mean(name, known)}; there are: {', '.join(known)}"
+        )
     home = next(folder for folder in folders if name.removesuffix(".yaml") in _config_names([folder]))
-    search = [f"hydra.searchpath=[{','.join(str(folder) for folder in folders if folder != home)}]"] if len(folders) > 1 else []
+    search = (
+        [f"hydra.searchpath=[{','.join(str(folder) for folder in folders if folder != home)}]"]
+        if len(folders) > 1
+        else []
+    )
     chosen = [f"{s.key_or_group}={s.value()}" for s in selections]
     logging.getLogger("hydra").setLevel(logging.ERROR)
     try:
@@ -180,8 +194,12 @@ def _apply(config: DictConfig, job: type, setting: Setting) -> list[str]:
     docs = keys.docs(job)
     if key in keys.groups(job):
         if not isinstance(value, dict):
-            return [f"{source}: {key} is a group: set one of its keys, for example {next(k for k in docs if k.startswith(key + '.'))}"]
-        return [p for name, inner in value.items() for p in _apply(config, job, Setting(f"{key}.{name}", inner, source))]
+            return [
+                f"{source}: {key} is a group: set one of its keys, for example {next(k for k in docs if k.startswith(key + '.'))}"
+            ]
+        return [
+            p for name, inner in value.items() for p in _apply(config, job, Setting(f"{key}.{name}", inner, source))
+        ]
     if base not in docs or (key != base and not keys.is_free_form(job, base)):
         return [f"{source}: {keys.unknown_key(job, key)}"]
     try:

@@ -1,6 +1,7 @@
 """Which settings does the code read? Tests set ALIGNER_CONFIG_READS to a file; every process then appends the keys it reads to it.
 
-Without the variable nothing here runs. Reads by tests, by this package's own checks and printing, and by the dataclass machinery do not count."""
+Without the variable nothing here runs. Reads by tests, by this package's own checks and printing, and by the dataclass
+machinery do not count."""
 
 import os
 import sys
@@ -21,7 +22,11 @@ def record_reads(groups: dict[type, set[str]], file: Path) -> None:
 
     def reading(cls: type, names: set[str]) -> Any:
         def getattribute(self: Any, name: str) -> Any:
-            if name in names and f"{cls.__name__}.{name}" not in seen and _counts(sys._getframe(1).f_globals["__name__"]):
+            if (
+                name in names
+                and f"{cls.__name__}.{name}" not in seen
+                and _counts(sys._getframe(1).f_globals["__name__"])
+            ):
                 seen.add(f"{cls.__name__}.{name}")
                 with file.open("a") as out:  # one short line in append mode: processes do not mix
                     out.write(f"{cls.__name__}.{name}\n")

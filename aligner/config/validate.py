@@ -15,16 +15,66 @@ from aligner.config.groups import (
 )
 from aligner.config.jobs import ActorConfig, CriticConfig
 
-POSITIVE = """run.max_steps parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.timeout model.num_layers
-optim.eps data.task_size sampling.temperature engine.max_batch_size engine.max_input_len engine.max_output_len
-ppo.rollout_batch_size ppo.samples_per_prompt ppo.mini_batch_size ppo.micro_batch_size ppo.epochs ppo.whiten_min_std ppo.clip
-ppo.kl_target ppo.kl_horizon reward.workers reward.timeout reward.memory_mb critic.connect_timeout critic.request_timeout
-critic.infer_batch_size critic.mini_batch_size critic.micro_batch_size critic.epochs critic.value_clip serving.heartbeat
-serving.idle_timeout serving.max_rows checkpoint.keep_last validation.max_prompts""".split()
+POSITIVE = [
+    "run.max_steps",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.virtual_pipeline",
+    "parallel.timeout",
+    "model.num_layers",
+    "optim.eps",
+    "data.task_size",
+    "sampling.temperature",
+    "engine.max_batch_size",
+    "engine.max_input_len",
+    "engine.max_output_len",
+    "ppo.rollout_batch_size",
+    "ppo.samples_per_prompt",
+    "ppo.mini_batch_size",
+    "ppo.micro_batch_size",
+    "ppo.epochs",
+    "ppo.whiten_min_std",
+    "ppo.clip",
+    "ppo.kl_target",
+    "ppo.kl_horizon",
+    "reward.workers",
+    "reward.timeout",
+    "reward.memory_mb",
+    "critic.connect_timeout",
+    "critic.request_timeout",
+    "critic.infer_batch_size",
+    "critic.mini_batch_size",
+    "critic.micro_batch_size",
+    "critic.epochs",
+    "critic.value_clip",
+    "serving.heartbeat",
+    "serving.idle_timeout",
+    "serving.max_rows",
+    "checkpoint.keep_last",
+    "validation.max_prompts",
+]
 
-NOT_NEGATIVE = """run.seed parallel.threads optim.lr optim.min_lr optim.warmup_steps optim.decay_steps optim.weight_decay
-optim.clip_grad ppo.entropy_bonus ppo.kl_coefficient ppo.truncation_penalty ppo.critic_warmup_steps reward.format_credit
-critic.head_lr_multiplier serving.port serving.queue_delay_us checkpoint.every validation.every logging.drift_alarm""".split()
+NOT_NEGATIVE = [
+    "run.seed",
+    "parallel.threads",
+    "optim.lr",
+    "optim.min_lr",
+    "optim.warmup_steps",
+    "optim.decay_steps",
+    "optim.weight_decay",
+    "optim.clip_grad",
+    "ppo.entropy_bonus",
+    "ppo.kl_coefficient",
+    "ppo.truncation_penalty",
+    "ppo.critic_warmup_steps",
+    "reward.format_credit",
+    "critic.head_lr_multiplier",
+    "serving.port",
+    "serving.queue_delay_us",
+    "checkpoint.every",
+    "validation.every",
+    "logging.drift_alarm",
+]
 
 AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout"]
 

@@ -7,7 +7,17 @@ from typing import Mapping, Optional, Sequence
 
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 30
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22")  # Okabe and Ito's first
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#8c564b",
+    "#7f7f7f",
+    "#bcbd22",
+)  # Okabe and Ito's first
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,8 @@ class Axes:
             for t in self.ticks_y
         ]
         lines += [
-            f'<text x="{self.x(t)}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick_label(t)}</text>' for t in self.ticks_x
+            f'<text x="{self.x(t)}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick_label(t)}</text>'
+            for t in self.ticks_x
         ]
         return "".join(lines)
 

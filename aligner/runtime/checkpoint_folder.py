@@ -94,7 +94,11 @@ class CheckpointFolder:
         """Step to continue after, or None to begin. ConfigError where run.resume forbids what is there."""
         newest = self.newest()
         if policy is Resume.never and newest is not None:
-            raise ConfigError(f"run.resume=never, but {self.path} holds a checkpoint of step {newest}: choose another run.name, or auto")
+            raise ConfigError(
+                f"run.resume=never, but {self.path} holds a checkpoint of step {newest}: choose another run.name, or auto"
+            )
         if policy is Resume.must and newest is None:
-            raise ConfigError(f"run.resume=must, but {self.path} holds no committed checkpoint: choose another run.name, or auto")
+            raise ConfigError(
+                f"run.resume=must, but {self.path} holds no committed checkpoint: choose another run.name, or auto"
+            )
         return newest

@@ -28,7 +28,11 @@ class ConfigError(UserError):
 
     def __init__(self, *problems: str):
         self.problems = list(problems)
-        head = "the configuration has a problem:" if len(problems) == 1 else f"the configuration has {len(problems)} problems:"
+        head = (
+            "the configuration has a problem:"
+            if len(problems) == 1
+            else f"the configuration has {len(problems)} problems:"
+        )
         super().__init__(f"{head} {problems[0]}" if len(problems) == 1 else "\n  ".join([head, *problems]))
 
 
@@ -56,7 +60,8 @@ def chain(error: Optional[BaseException]) -> Iterator[BaseException]:
 def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk, a quota or a file size limit is behind the error."""
     return any(
-        getattr(e, "errno", None) in DISK_ERRORS or any(text in str(e).lower() for text in DISK_TEXTS) for e in chain(error)
+        getattr(e, "errno", None) in DISK_ERRORS or any(text in str(e).lower() for text in DISK_TEXTS)
+        for e in chain(error)
     )
 
 
@@ -87,7 +92,9 @@ def exit_code_of(error: BaseException) -> ExitCode:
         return error.exit_code
     if is_disk_full(error):
         return ExitCode.STORAGE
-    if isinstance(error, ValueError) and raised_by_us(error):  # the convention of this package: a ValueError is the user's
+    if isinstance(error, ValueError) and raised_by_us(
+        error
+    ):  # the convention of this package: a ValueError is the user's
         return ExitCode.CONFIGURATION
     return ExitCode.FAULT
 

@@ -19,7 +19,9 @@ def _terminal_handler() -> logging.Handler:
         from rich.console import Console
         from rich.logging import RichHandler
 
-        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False, markup=False)
+        handler: logging.Handler = RichHandler(
+            console=Console(stderr=True), show_path=False, show_time=False, markup=False
+        )
     else:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))

@@ -25,8 +25,8 @@ def plain_number(key: str, value: Any) -> float | int:
     return float(value)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. A last line that a killed process left unfinished is dropped."""
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one a line. A last line that a killed process left unfinished is dropped."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -40,7 +40,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _rewind(path: Path, keep_through: Optional[int]) -> None:
     """Keep the rows up to a step (none where None), so that a resumed run never has two rows of one step."""
-    kept = [] if keep_through is None else [row for row in read_metrics(path) if row["step"] <= keep_through]
+    kept = [] if keep_through is None else [row for row in read_jsonl(path) if row["step"] <= keep_through]
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
     beside.replace(path)
@@ -58,7 +58,12 @@ def _start_wandb(folder: Path, project: str, config: Optional[Mapping[str, Any]]
     if not id_file.exists():
         id_file.write_text(wandb.util.generate_id())
     return wandb.init(
-        project=project, name=folder.name, id=id_file.read_text().strip(), resume="allow", dir=str(folder), config=config
+        project=project,
+        name=folder.name,
+        id=id_file.read_text().strip(),
+        resume="allow",
+        dir=str(folder),
+        config=config,
     )
 
 

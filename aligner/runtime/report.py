@@ -1,4 +1,6 @@
-"""report.html of a run, from its folder alone: python -m aligner.runtime.report runs/NAME. Runs that have not ended are reported as far as they got."""
+"""report.html of a run, from its folder alone: python -m aligner.runtime.report runs/NAME.
+
+A run that has not ended is reported as far as it got."""
 
 import json
 import sys
@@ -8,7 +10,7 @@ from typing import Any, Mapping, Optional, Sequence
 
 from aligner.runtime.charts import Series, line_chart, stacked_bars
 from aligner.runtime.errors import UserError, run_main
-from aligner.runtime.metrics import read_metrics
+from aligner.runtime.metrics import read_jsonl
 from aligner.runtime.progress import duration
 from aligner.runtime.run_folder import RunFolder
 
@@ -38,7 +40,7 @@ def write_report(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}: give the path of a run, for example runs/demo")
     run = RunFolder(folder)
-    rows = read_metrics(run.metrics)
+    rows = read_jsonl(run.metrics)
     parts = [_head(run, rows), _jobs(run), _charts(rows), _samples(run), _settings(run)]
     run.report.write_text(PAGE.format(title=escape(f"Run {folder.name}"), body="\n".join(parts)), encoding="utf-8")
     return run.report
@@ -60,7 +62,10 @@ def _head(run: RunFolder, rows: Sequence[Row]) -> str:
         return f"{title}<p>No step has ended yet.</p>"
     seconds = sum(row.get("time/step", 0.0) for row in rows)
     cards = [_card("Steps", str(rows[-1]["step"]), f"{duration(seconds)} of training and validation")]
-    cards += [_change(rows, "val/accuracy", "Held-out accuracy"), _change(rows, "val/well_formed", "Well-formed answers, held out")]
+    cards += [
+        _change(rows, "val/accuracy", "Held-out accuracy"),
+        _change(rows, "val/well_formed", "Well-formed answers, held out"),
+    ]
     cards += [_change(rows, "val/reward", "Held-out reward"), _change(rows, "reward/mean", "Training reward")]
     return f"{title}<div class='cards'>{''.join(cards)}</div>"
 
@@ -95,7 +100,11 @@ def _plain(value: Any) -> str:
 
 def _facts(facts: Mapping[str, Any]) -> str:
     shown = {key: value for key, value in facts.items() if "token" not in key or "tokenizer" in key}
-    return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(_plain(value))}</dd>" for key, value in shown.items()) + "</dl>"
+    return (
+        "<dl>"
+        + "".join(f"<dt>{escape(key)}</dt><dd>{escape(_plain(value))}</dd>" for key, value in shown.items())
+        + "</dl>"
+    )
 
 
 def _jobs(run: RunFolder) -> str:
@@ -120,11 +129,19 @@ def _charts(rows: Sequence[Row]) -> str:
     charts = [
         line_chart("Reward", [series("reward/mean", "training, sampled"), series("val/reward", "held out, greedy")]),
         line_chart("Held-out accuracy", [accuracy, series("val/well_formed", "well-formed answers")]),
-        line_chart("Accuracy in training (sampled)", [series("reward/accuracy", "accuracy"), series("reward/well_formed", "well formed")]),
+        line_chart(
+            "Accuracy in training (sampled)",
+            [series("reward/accuracy", "accuracy"), series("reward/well_formed", "well formed")],
+        ),
         line_chart("KL to the reference, per token", [series("kl/mean", "mean of k1")]),
         line_chart("KL to the reference, per sequence", [series("kl/sequence", "mean of sums")]),
-        line_chart("Response length (tokens)", [series("response/length", "training"), series("val/response_length", "held out")]),
-        line_chart("Critic's explained variance", [series("critic/explained_variance", "before the update, against returns")]),
+        line_chart(
+            "Response length (tokens)",
+            [series("response/length", "training"), series("val/response_length", "held out")],
+        ),
+        line_chart(
+            "Critic's explained variance", [series("critic/explained_variance", "before the update, against returns")]
+        ),
         line_chart("Tokens per second", [series("tokens_per_second", "prompt and response tokens")]),
         _time_chart(rows),
     ]
@@ -137,7 +154,10 @@ def _time_chart(rows: Sequence[Row]) -> str:
     phases = {key for row in rows for key in row if key.startswith("time/") and key != "time/step"}
     totals = {key: sum(row.get(key, 0.0) for row in rows) for key in phases}
     ordered = sorted((key for key in phases if totals[key] > 0), key=lambda key: -totals[key])
-    parts = {f"{key.removeprefix('time/')} ({totals[key]:.1f} s in all)": [row.get(key, 0.0) for row in rows] for key in ordered}
+    parts = {
+        f"{key.removeprefix('time/')} ({totals[key]:.1f} s in all)": [row.get(key, 0.0) for row in rows]
+        for key in ordered
+    }
     return stacked_bars("Seconds per phase", [row["step"] for row in rows], parts)
 
 
@@ -146,13 +166,13 @@ def _sample_files(folder: Path) -> list[Path]:
 
 
 def _samples(run: RunFolder) -> str:
-    """The first held-out prompts (the first ones, not chosen ones) with the responses of the first and last validation; training samples where
-    nothing was validated."""
+    """The first held-out prompts (the first, not chosen ones) with the responses of the first and last validation; training
+    samples where nothing was validated."""
     held_out = _sample_files(run.validation(0).parent)
     files = held_out or _sample_files(run.rollouts(0).parent)
     if not files:
         return ""
-    before, after = read_metrics(files[0])[:SAMPLES_SHOWN], read_metrics(files[-1])[:SAMPLES_SHOWN]
+    before, after = read_jsonl(files[0])[:SAMPLES_SHOWN], read_jsonl(files[-1])[:SAMPLES_SHOWN]
     steps = [path.stem.removeprefix("step_") for path in (files[0], files[-1])]
     if held_out:
         by_id = {row["sample_id"]: row for row in after}
@@ -164,7 +184,9 @@ def _samples(run: RunFolder) -> str:
         )
         return f"<h2>The first {len(pairs)} held-out prompts, before and after</h2>{blocks}"
     shown = [(row, steps[0]) for row in before] + [(row, steps[1]) for row in after if files[-1] != files[0]]
-    cards = "".join(f"<div><h3 class='note'>{_prompt(row)}</h3>{_response(row, f'in step {step}')}</div>" for row, step in shown)
+    cards = "".join(
+        f"<div><h3 class='note'>{_prompt(row)}</h3>{_response(row, f'in step {step}')}</div>" for row, step in shown
+    )
     return f"<h2>The first training samples of the first and last step</h2><div class='cards'>{cards}</div>"
 
 
@@ -180,7 +202,9 @@ def _response(row: Row, when: str) -> str:
 
 def _settings(run: RunFolder) -> str:
     found = [(job, run.config(job)) for job in ("actor", "critic") if run.config(job).exists()]
-    blocks = "".join(f"<details><summary>{job} job</summary><pre>{escape(path.read_text())}</pre></details>" for job, path in found)
+    blocks = "".join(
+        f"<details><summary>{job} job</summary><pre>{escape(path.read_text())}</pre></details>" for job, path in found
+    )
     return f"<h2>Settings</h2>{blocks}" if blocks else ""
 
 

@@ -83,7 +83,9 @@ class RunFolder:
 
     def rewind(self, step: Optional[int]) -> None:
         """Delete what comes after the checkpoint of `step` that the run continues from (None: it begins): later samples and
-        uncommitted checkpoints, and for a run that begins the event files. Metrics are rewound by MetricsWriter, the journal by its client."""
+        uncommitted checkpoints, and for a run that begins the event files.
+
+        Metrics are rewound by MetricsWriter, the journal by its client."""
         for folder in (self.path / "rollouts", self.path / "validation"):
             for file in folder.glob("step_*.jsonl"):
                 if step is None or int(file.stem.removeprefix("step_")) > step:
