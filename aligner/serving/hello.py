@@ -1,0 +1,101 @@
+"""What the two jobs must agree on before a request is served, compared once at connect."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Mapping, Optional
+
+from aligner.serving import protocol
+from aligner.serving.protocol import ProtocolError
+
+NO_REWARD = "none"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One side's view. The actor's max_length is what it will send at most; the critic's is what it takes.
+
+    reward_kind: what the critic job scores with ("none": nothing). run_id names the run. step: last step applied; None on
+    the actor's side is not compared (it restores the critic next)."""
+
+    tokenizer_fingerprint: str
+    chat_template: str
+    vocab_size: int
+    max_length: int
+    reward_kind: str
+    run_id: str
+    step: Optional[int] = None
+    protocol: int = protocol.VERSION
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any]) -> "Contract":
+        """From a status or a hello request. Raises ProtocolError naming a key that is missing or of another type."""
+        values = {"protocol": protocol.VERSION, **{k: v for k, v in mapping.items() if k in _TYPES}}
+        for name, kinds in _TYPES.items():
+            if name not in values and name != "step":
+                raise ProtocolError(f"hello lacks {name}")
+            if not isinstance(values.get(name), kinds) or isinstance(values.get(name), bool):
+                raise ProtocolError(f"hello: {name} must be {' or '.join(k.__name__ for k in kinds)}, not {values.get(name)!r}")
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "tokenizer_fingerprint": (str,),
+    "chat_template": (str,),
+    "vocab_size": (int,),
+    "max_length": (int,),
+    "reward_kind": (str,),
+    "run_id": (str,),
+    "step": (int, type(None)),
+    "protocol": (int,),
+}
+assert set(_TYPES) == {f.name for f in fields(Contract)}
+
+
+def version_problem(*, actor: int, critic: int) -> Optional[str]:
+    """Why two protocol versions do not work together; None where they do. The only check that must work between any two versions."""
+    if actor == critic:
+        return None
+    older = "actor" if actor < critic else "critic"
+    return f"the actor job speaks protocol version {actor}, the critic job version {critic}: run both from one release (the {older} job is older)"
+
+
+def problems(actor: Contract, critic: Contract) -> list[str]:
+    """Every mismatch, each with what to change. Empty where the jobs fit."""
+    version = version_problem(actor=actor.protocol, critic=critic.protocol)
+    if version is not None:
+        return [version]  # the other fields may mean something else
+    found = []
+    if actor.tokenizer_fingerprint != critic.tokenizer_fingerprint:
+        found.append(
+            f"the tokenizers differ (actor {actor.tokenizer_fingerprint[:12]}, critic {critic.tokenizer_fingerprint[:12]}): "
+            "convert both model.checkpoint folders from models with one tokenizer"
+        )
+    if actor.vocab_size != critic.vocab_size:
+        found.append(
+            f"the unpadded vocabularies differ (actor {actor.vocab_size}, critic {critic.vocab_size}): "
+            "use model.checkpoint folders of one family in both jobs"
+        )
+    if actor.max_length > critic.max_length:
+        found.append(
+            f"the actor sends up to {actor.max_length} tokens a row, the critic takes {critic.max_length}: lower "
+            "engine.max_input_len + engine.max_output_len, or give the critic job a model.checkpoint with more positions"
+        )
+    if actor.reward_kind != critic.reward_kind:
+        found.append(
+            f"the actor expects the critic job to score with reward.kind={actor.reward_kind}, it scores with "
+            f"{critic.reward_kind}: set reward.kind and reward.place alike in both jobs"
+        )
+    if actor.run_id != critic.run_id:
+        found.append(f"the actor job is run '{actor.run_id}', the critic job serves run '{critic.run_id}': set run.name alike in both jobs")
+    if actor.step is not None and actor.step != critic.step:
+        found.append(f"the actor is at step {actor.step}, the critic at step {critic.step}: restore the pair of step {actor.step}")
+    return found
+
+
+def warnings(actor: Contract, critic: Contract) -> list[str]:
+    """Differences that are allowed, but seldom meant."""
+    if actor.chat_template == critic.chat_template:
+        return []
+    return ["the chat templates of the two jobs' tokenizers differ; the critic sees token ids only, so values are not affected"]

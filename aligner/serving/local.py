@@ -1,0 +1,72 @@
+"""A critic in this process: the same backend without a server, for one rank."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows
+from aligner.serving import protocol
+from aligner.serving.backend import CriticBackend, Refused
+from aligner.serving.parts import TrainLedger, check_batch, digest_of
+
+
+class LocalCritic:
+    """data/interfaces.Critic by direct calls. Futures are done when they are returned; step ids obey the served critic's rules."""
+
+    def __init__(self, backend: CriticBackend) -> None:
+        self._backend = backend
+        status = backend.status()
+        self._ledger = TrainLedger(step=status["step"], run_id=status["run_id"])
+
+    def infer(self, rows: CriticRows) -> "Future[CriticAnswer]":
+        return _done(lambda: self._infer(rows))
+
+    def _infer(self, rows: CriticRows) -> CriticAnswer:
+        scoring = self._backend.start_scoring(rows)
+        values, bootstrap, scores = self._backend.infer(rows)
+        return CriticAnswer(values, bootstrap, scores if scoring is None else scoring.result())
+
+    def train(self, step: int, batch: CriticBatch) -> "Future[dict[str, float]]":
+        return _done(lambda: self._train(step, batch))
+
+    def _train(self, step: int, batch: CriticBatch) -> dict[str, float]:
+        arrays = protocol.encode_batch(batch)
+        digest = digest_of(arrays)
+        stored = self._ledger.check(step, digest)
+        if stored is not None:
+            return stored.answer
+        check_batch(arrays)
+        try:
+            metrics = self._backend.train(step, batch)
+        except Refused:
+            raise
+        except Exception as error:
+            self._ledger.failed(step, str(error))
+            raise
+        self._ledger.applied(step, metrics, digest=digest)
+        return metrics
+
+    def prepare_save(self, step: int, folder: Path) -> "Future[None]":
+        return _done(lambda: self._backend.prepare_save(step, folder))
+
+    def commit(self, step: int) -> None:
+        self._backend.commit(step)
+
+    def restore(self, step: int, folder: Optional[Path]) -> None:
+        self._backend.restore(step, folder)
+        self._ledger.reset(step)
+
+    def status(self) -> dict[str, Any]:
+        return {**self._backend.status(), "protocol": protocol.VERSION}
+
+    def close(self) -> None:
+        pass
+
+
+def _done(act: Callable[[], Any]) -> "Future[Any]":
+    future: Future[Any] = Future()
+    try:
+        future.set_result(act())
+    except Exception as error:
+        future.set_exception(error)
+    return future

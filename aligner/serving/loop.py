@@ -1,0 +1,277 @@
+"""The critic job's loop. Threads that answer requests put calls on a queue; rank 0's main thread alone talks to the other ranks.
+
+Every rank runs a call under try, and all learn of any error before the next collective that moves data: a rank that raises can
+not strand the others. What cannot be agreed on (a dead peer, ranks left inside a collective) ends the job."""
+
+import collections
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Callable, NoReturn, Optional
+
+import torch.distributed as dist
+
+from aligner.serving.backend import CriticBackend, Refused
+from aligner.serving.frames import Call, Op, broadcast_call
+from aligner.serving.protocol import RequestFailed
+
+log = logging.getLogger(__name__)
+
+POLL = 0.2  # seconds between looks at the stop conditions while idle
+STUCK_GRACE = 60.0  # seconds that the other ranks have to end a call in which one has failed
+
+
+class JobFailed(RuntimeError):
+    """The critic job cannot go on; the message is one sentence."""
+
+
+class CallFailed(RequestFailed):
+    """A call that raised on some rank. `clean`: it was refused everywhere before anything changed."""
+
+    def __init__(self, text: str, *, clean: bool) -> None:
+        super().__init__(text)
+        self.clean = clean
+
+
+@dataclass
+class Work:
+    """A call that waits for the main thread."""
+
+    call: Call
+    future: "Future[Any]" = field(default_factory=Future)
+
+
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """The error as one short line; its class where the message alone says nothing."""
+    text = " ".join(str(error).split())
+    named = text if isinstance(error, (Refused, RequestFailed)) and text else f"{type(error).__name__}: {text}"
+    return named if len(named) <= limit else named[: limit - 4] + " ..."
+
+
+class FailureBoard:
+    """Where a rank that failed says so while the others may still be inside a collective: the job's key-value store.
+
+    Works where collectives do not: rank 0 learns from it that a call can never end."""
+
+    def __init__(self) -> None:
+        self._store = dist.PrefixStore("aligner-serving", dist.distributed_c10d._get_default_store())
+
+    def post(self, number: int, text: str) -> None:
+        self._store.set(str(number), text)
+
+    def read(self, number: int) -> Optional[str]:
+        return self._store.get(str(number)).decode() if self._store.check([str(number)]) else None
+
+
+def _exit_now(text: str) -> NoReturn:
+    """The main thread hangs in a collective that no peer will join: nothing but the end of the process gets it out."""
+    log.critical("%s", text)
+    logging.shutdown()
+    os._exit(1)
+
+
+class Loop:
+    """Calls in, one at a time, on every rank. `group`: a gloo group of the job's ranks, None for one rank alone.
+
+    deterministic: where several infer calls wait, the one with the smallest first sample id goes first."""
+
+    def __init__(
+        self,
+        backend: CriticBackend,
+        *,
+        group: Optional[dist.ProcessGroup],
+        heartbeat: float,
+        deterministic: bool = False,
+        stuck_grace: float = STUCK_GRACE,
+        on_fatal: Callable[[str], NoReturn] = _exit_now,
+    ) -> None:
+        self._backend, self._group = backend, group
+        self._heartbeat, self._deterministic = heartbeat, deterministic
+        self._stuck_grace, self._on_fatal = stuck_grace, on_fatal
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._board = None if group is None else FailureBoard()
+        self._waiting: collections.deque[Work] = collections.deque()
+        self._changed = threading.Condition()
+        self._closed: Optional[str] = None
+        self._calls = 0  # equal on every rank
+        self._running: Optional[Work] = None
+        self.last_call = time.monotonic()  # when a call ended last
+
+    # ---- threads that answer requests
+
+    def submit(self, call: Call) -> "Future[Any]":
+        """Queue a call. Its future raises CallFailed where it failed. Raises RequestFailed where the job is ending."""
+        with self._changed:
+            if self._closed is not None:
+                raise RequestFailed(f"the critic job is ending ({self._closed})")
+            work = Work(call)
+            self._waiting.append(work)
+            self._changed.notify()
+            return work.future
+
+    @property
+    def queued(self) -> int:
+        """Calls waiting or running."""
+        return len(self._waiting) + (self._running is not None)
+
+    # ---- rank 0's main thread
+
+    def run(self, why_end: Callable[[], Optional[str]]) -> str:
+        """Serve until why_end() gives a reason, which is returned. A call that runs is finished first; those that wait are refused.
+
+        Raises JobFailed where the ranks cannot be kept in step."""
+        watcher = threading.Thread(target=self._watch_for_stuck_ranks, name="stuck ranks", daemon=True)
+        if self._board is not None:
+            watcher.start()
+        beat = time.monotonic()
+        try:
+            while (reason := why_end()) is None:
+                work = self._next(POLL)
+                if work is not None:
+                    self._serve(work)
+                elif time.monotonic() - beat < self._heartbeat:
+                    continue
+                else:
+                    self._broadcast(Call(Op.NOOP))
+                beat = time.monotonic()
+        except BaseException as error:
+            self.close(one_line(error))
+            raise
+        self.close(reason)
+        return reason
+
+    def close(self, reason: str) -> None:
+        """Refuse what waits and what will come."""
+        with self._changed:
+            self._closed = self._closed or reason
+            refused = list(self._waiting)
+            self._waiting.clear()
+        for work in refused:
+            work.future.set_exception(RequestFailed(f"the critic job is ending ({self._closed})"))
+
+    def release(self) -> None:
+        """Let the other ranks leave their loop."""
+        self._broadcast(Call(Op.STOP))
+
+    def _next(self, timeout: float) -> Optional[Work]:
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait(timeout)
+            if not self._waiting:
+                return None
+            self._running = self._first() if self._deterministic else self._waiting[0]
+            self._waiting.remove(self._running)
+            return self._running
+
+    def _first(self) -> Work:
+        """By first sample id among the infer calls that wait at the head; other calls keep their place."""
+        head = []
+        for work in self._waiting:
+            if work.call.op is not Op.INFER:
+                break
+            head.append(work)
+        return min(head, key=lambda w: int(w.call.rows.sample_ids[0])) if head else self._waiting[0]
+
+    def _serve(self, work: Work) -> None:
+        try:
+            self._broadcast(work.call)
+            work.future.set_result(self._execute(work.call))
+        except CallFailed as error:
+            work.future.set_exception(error)
+        except JobFailed as error:
+            work.future.set_exception(error)
+            raise
+        finally:
+            self._running = None
+            self.last_call = time.monotonic()
+
+    def _watch_for_stuck_ranks(self) -> None:
+        while self._closed is None:
+            time.sleep(min(1.0, self._stuck_grace / 4))
+            work, number = self._running, self._calls
+            failure = self._board.read(number) if work is not None else None
+            if failure is None:
+                continue
+            deadline = time.monotonic() + self._stuck_grace
+            while time.monotonic() < deadline and self._running is work:
+                time.sleep(0.1)
+            if self._running is work:
+                text = f"{failure}; the other ranks did not come out of the call in {self._stuck_grace:.0f} s, so the critic job ends"
+                work.future.set_exception(JobFailed(text))
+                time.sleep(1.0)  # for the answer to be sent
+                self._on_fatal(text)
+
+    # ---- the other ranks
+
+    def follow(self) -> None:
+        """Run what rank 0 broadcasts until it says stop. Raises JobFailed where rank 0 is gone."""
+        while True:
+            call = self._broadcast(None)
+            if call.op is Op.STOP:
+                return
+            if call.op is not Op.NOOP:
+                try:
+                    self._execute(call)
+                except CallFailed:
+                    pass  # rank 0 answers it
+
+    # ---- every rank
+
+    def _broadcast(self, call: Optional[Call]) -> Call:
+        try:
+            call = broadcast_call(call, group=self._group)
+        except Exception as error:
+            raise JobFailed(f"the critic job lost a rank: {one_line(error)}") from error
+        if call.op not in (Op.NOOP, Op.STOP):
+            self._calls += 1
+        return call
+
+    def _execute(self, call: Call) -> Any:
+        """Rank 0's result. Raises CallFailed, on every rank, where the call raised on any."""
+        error: Optional[Exception] = None
+        result = None
+        try:
+            result = run_call(self._backend, call)
+        except Exception as raised:
+            error = raised
+            log.warning("%s failed on rank %d", call.op.name.lower(), self._rank, exc_info=raised)
+            if self._board is not None:
+                self._board.post(self._calls, f"rank {self._rank}: {one_line(raised)}")
+        failure = self._agree(error)
+        if failure is not None:
+            raise failure
+        return result
+
+    def _agree(self, error: Optional[Exception]) -> Optional[CallFailed]:
+        mine = None if error is None else (isinstance(error, Refused), one_line(error))
+        every: list[Any] = [mine]
+        if self._group is not None:
+            every = [None] * dist.get_world_size(self._group)
+            try:
+                dist.all_gather_object(every, mine, group=self._group)
+            except Exception as lost:
+                raise JobFailed(f"the critic job lost a rank: {one_line(lost)}") from lost
+        failed = [(rank, *e) for rank, e in enumerate(every) if e is not None]
+        if not failed:
+            return None
+        rank, _, text = failed[0]
+        clean = len(failed) == len(every) and all(e[1] for e in failed)
+        where = "" if len(failed) == len(every) else f"rank {rank}: "
+        return CallFailed(f"{where}{text}", clean=clean)
+
+
+def run_call(backend: CriticBackend, call: Call) -> Any:
+    """The backend's method of a call."""
+    if call.op is Op.INFER:
+        return backend.infer(call.rows)
+    if call.op is Op.TRAIN:
+        return backend.train(call.step, call.batch)
+    if call.op is Op.PREPARE_SAVE:
+        return backend.prepare_save(call.step, call.folder)
+    if call.op is Op.COMMIT:
+        return backend.commit(call.step)
+    assert call.op is Op.RESTORE, call.op
+    return backend.restore(call.step, call.folder)

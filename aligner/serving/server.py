@@ -1,0 +1,148 @@
+"""The served critic: rank 0 answers requests through PyTriton, every other rank follows its calls."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Optional
+
+import torch.distributed as dist
+
+from aligner.config.groups import ServingConfig
+from aligner.serving import access
+from aligner.serving.backend import CriticBackend
+from aligner.serving.endpoint import EndpointInfo, remove_endpoint, write_endpoint
+from aligner.serving.handlers import Handlers
+from aligner.serving.loop import JobFailed, Loop
+from aligner.serving.triton_server import TritonServer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a served job keeps its files, by its name: endpoint and token under endpoints/, Triton's log under logs/."""
+
+    run_folder: Path
+    name: str = "critic"
+
+    @property
+    def endpoint_file(self) -> Path:
+        return self.run_folder / "endpoints" / f"{self.name}.json"
+
+    @property
+    def token_file(self) -> Path:
+        return self.run_folder / "endpoints" / f"{self.name}.token"
+
+    @property
+    def log_file(self) -> Path:
+        return self.run_folder / "logs" / f"{self.name}_triton.log"
+
+
+def serve(
+    backend: CriticBackend,
+    config: ServingConfig,
+    *,
+    place: Place,
+    group: Optional[dist.ProcessGroup],
+    should_stop: Callable[[], bool] = lambda: False,
+    grid: str = "",
+    on_ready: Callable[[EndpointInfo], None] = lambda info: None,
+) -> str:
+    """Serve until told to stop (should_stop, polled; the actor's stop; idle_timeout); returns the reason. Called on every rank.
+
+    group: a gloo group of all ranks (None: one rank); rank 0 of it serves. should_stop is asked on rank 0 alone: the others leave
+    when it does, so they must ignore SIGTERM and SIGINT. Raises ValueError for settings that cannot be served, JobFailed (on
+    every rank) where the ranks cannot be kept in step or Triton died; exit at once then, a peer may be stuck."""
+    loop = Loop(backend, group=group, heartbeat=config.heartbeat, deterministic=config.deterministic)
+    if group is not None and dist.get_rank(group) != 0:
+        loop.follow()
+        return "rank 0 ended"
+    try:
+        reason = _serve_rank0(backend, loop, config, place=place, should_stop=should_stop, grid=grid, on_ready=on_ready)
+    except JobFailed:
+        raise  # the others cannot be reached
+    except BaseException:
+        loop.release()
+        raise
+    loop.release()
+    return reason
+
+
+def _serve_rank0(
+    backend: CriticBackend,
+    loop: Loop,
+    config: ServingConfig,
+    *,
+    place: Place,
+    should_stop: Callable[[], bool],
+    grid: str,
+    on_ready: Callable[[EndpointInfo], None],
+) -> str:
+    address = access.resolve_bind(config.bind, os.environ)
+    token_file = Path(config.token_file) if config.token_file else None
+    if token_file is None and not access.is_loopback(address):
+        token_file = place.token_file
+    token = None if token_file is None else access.make_token(token_file)
+    handlers = Handlers(
+        backend,
+        loop,
+        run_folder=place.run_folder,
+        token=token,
+        max_rows=config.max_rows,
+        deterministic=config.deterministic,
+    )
+    triton = TritonServer(
+        {"infer": handlers.infer, "train": handlers.train, "control": handlers.control},
+        address=address,
+        port=config.port,
+        token=token,
+        max_rows=config.max_rows,
+        queue_delay_us=0 if config.deterministic else config.queue_delay_us,
+        log_file=place.log_file,
+    )
+    info = EndpointInfo(
+        host=config.advertise_host or (access.node_address() if address == "0.0.0.0" else address),
+        port=triton.port,
+        pid=os.getpid(),
+        run_id=backend.status()["run_id"],
+        grid=grid,
+        started=time.time(),
+        job_id=os.environ.get("SLURM_JOB_ID"),
+        token_file=None if token_file is None else str(token_file.resolve()),
+    )
+    try:
+        write_endpoint(place.endpoint_file, info)
+        log.info("serving run %s at %s", info.run_id, info.address)
+        on_ready(info)
+        handlers.last_spoken = time.monotonic()
+        return loop.run(_reasons_to_end(handlers, loop, triton, should_stop, config.idle_timeout))
+    finally:
+        loop.close("it has ended")
+        remove_endpoint(place.endpoint_file, info)
+        triton.stop()
+
+
+def _reasons_to_end(
+    handlers: Handlers, loop: Loop, triton: TritonServer, should_stop: Callable[[], bool], idle_timeout: float
+) -> Callable[[], Optional[str]]:
+    """A function that gives the reason to end, or None; raises JobFailed where Triton died."""
+    checked = time.monotonic()
+
+    def why_end() -> Optional[str]:
+        nonlocal checked
+        now = time.monotonic()
+        if should_stop():
+            return "it was told to stop by a signal"
+        if handlers.stop_requested:
+            return "the actor job told it to stop"
+        if now - max(handlers.last_spoken, loop.last_call) > idle_timeout:
+            return f"no actor spoke to it for serving.idle_timeout={idle_timeout:g} s"
+        if now - checked >= 1.0:
+            checked = now
+            if not triton.is_alive():
+                raise JobFailed(f"the Triton server process died; its log is {triton.log_file}")
+        return None
+
+    return why_end

@@ -1,0 +1,187 @@
+"""PyTriton on rank 0: binding the three endpoints, ports, its workspace, and what a Python needs so that it starts at all."""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import socket
+import sysconfig
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+
+from aligner.serving import access, protocol
+from aligner.serving.protocol import Endpoint, Field
+
+log = logging.getLogger(__name__)
+
+EXIT_TIMEOUT = 5  # seconds that Triton waits for requests in flight when it ends
+STOP_DEADLINE = 40.0
+PORT_ATTEMPTS = 3
+WORKSPACE = re.compile(r"aligner-triton-(\d+)-")
+SHARED_MEMORY = re.compile(r"pytrtion(\d+)-")  # the library's own spelling
+
+Handler = Callable[[Sequence[Any]], list[dict[str, Any]]]
+
+
+def check_python() -> None:
+    """PyTriton's backend process embeds libpython. Raises ValueError where this Python has none to embed."""
+    if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        raise ValueError(
+            "this Python was built without a shared libpython, which PyTriton's backend needs; use one built with "
+            "--enable-shared (pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install ...; Debian's python3 has it)"
+        )
+
+
+def free_port(address: str) -> int:
+    """A port that nobody on `address` listens on now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def check_port_free(address: str, port: int, *, key: str) -> None:
+    """Raises ValueError naming the setting `key` where the port cannot be bound."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise ValueError(f"{key}={port} cannot be bound on {address} ({error.strerror}); set it to 0 to take a free port") from None
+
+
+def remove_leftovers() -> None:
+    """Workspaces and shared memory of ours whose process was killed before it could remove them."""
+    for folder, pattern in ((Path(tempfile.gettempdir()), WORKSPACE), (Path("/dev/shm"), SHARED_MEMORY)):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            match = pattern.match(path.name)
+            with contextlib.suppress(OSError):
+                if match and path.stat().st_uid == os.getuid() and not Path(f"/proc/{match[1]}").exists():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class TritonServer:
+    """A running Triton with the given handlers. Start it from the main thread: Triton ends with the thread that started it."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        *,
+        address: str,
+        port: int,
+        token: Optional[str],
+        max_rows: int,
+        queue_delay_us: int,
+        log_file: Path,
+    ) -> None:
+        """port 0 takes a free one. Raises ValueError for an unusable Python or port, RuntimeError where Triton does not start."""
+        check_python()
+        if port:
+            check_port_free(address, port, key="serving.port")
+        remove_leftovers()
+        self.log_file = log_file
+        self._settings = dict(handlers=handlers, address=address, token=token, max_rows=max_rows, queue_delay_us=queue_delay_us)
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            self.port = port or free_port(address)
+            self._home = Path(tempfile.mkdtemp(prefix=f"aligner-triton-{os.getpid()}-"))
+            try:
+                self._start()
+                return
+            except Exception as error:
+                self.stop()
+                clash = "in use" in _tail(log_file)
+                if port or not clash or attempt == PORT_ATTEMPTS:
+                    raise RuntimeError(f"Triton did not start on {address}:{self.port} ({error}); its log is {log_file}") from error
+                log.warning("port %d was taken before Triton bound it; trying another", self.port)
+
+    def _start(self) -> None:
+        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
+
+        import sh
+
+        # without it torchrun's killpg on SIGTERM takes Triton's helpers too, and requests in flight are lost
+        sh.Command._call_args["new_group"] = True
+        settings = self._settings
+        address, token = settings["address"], settings["token"]
+        self._triton = Triton(
+            config=TritonConfig(
+                allow_http=True,
+                http_address=address,
+                http_port=self.port,
+                allow_grpc=False,
+                allow_metrics=False,
+                http_header_forward_pattern=access.TOKEN_HEADER,
+                exit_timeout_secs=EXIT_TIMEOUT,
+                log_file=self.log_file,
+            ),
+            security_config=TritonSecurityConfig(
+                access_token=None if token is None else access.gate_of(token),
+                restricted_endpoints=[
+                    *(["inference"] if token else []),
+                    *("model-repository", "shared-memory", "statistics", "trace", "logging"),
+                ],
+            ),
+            workspace=self._home / "workspace",
+        )
+        for endpoint in protocol.ENDPOINTS:
+            self._bind(endpoint)
+        with _environment():
+            self._triton.run()
+
+    def _bind(self, endpoint: Endpoint) -> None:
+        from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+
+        def tensors(fields: Sequence[Field]) -> list[Any]:
+            return [Tensor(name=f.name, dtype=f.dtype, shape=f.shape) for f in fields]
+
+        batcher = DynamicBatcher(max_queue_delay_microseconds=self._settings["queue_delay_us"])
+        config = (
+            ModelConfig(max_batch_size=self._settings["max_rows"], batcher=batcher)
+            if endpoint.batched
+            else ModelConfig(batching=False, max_batch_size=0)
+        )
+        handler = self._settings["handlers"][endpoint.name]
+        self._triton.bind(
+            endpoint.name, handler, tensors(endpoint.inputs), tensors(endpoint.outputs), config=config, strict=True
+        )
+
+    def is_alive(self) -> bool:
+        return self._triton.is_alive()
+
+    def stop(self) -> None:
+        """End Triton, which answers requests in flight first, and remove its workspace."""
+        if hasattr(self, "_triton"):
+            stopping = threading.Thread(target=self._triton.stop, daemon=True)
+            stopping.start()
+            stopping.join(STOP_DEADLINE)
+            if stopping.is_alive():
+                log.warning("Triton did not end within %.0f s; its log is %s", STOP_DEADLINE, self.log_file)
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+def _tail(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")[-4000:]
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """What Triton's processes inherit: the libpython of this interpreter first (its backend would load another of the same
+    version), and no GPU (it would take memory on it)."""
+    libraries = os.pathsep.join(filter(None, [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]))
+    changes = {"LD_LIBRARY_PATH": libraries, "CUDA_VISIBLE_DEVICES": ""}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
