@@ -1,0 +1,116 @@
+"""What both sides of a benchmark are given: a model, a reward model and prompts of an exact length, as files that either side reads."""
+
+import hashlib
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache" / "benchmarks"
+SMOLLM2 = ROOT / ".cache" / "SmolLM2-135M-Instruct-hf"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One PPO step: `rows` prompts, one response each, `rows / mini_batch` optimizer steps. Lengths in tokens, both exact.
+
+    score_batch: rows of a forward pass that only scores (log-probs, reference, values, reward)."""
+
+    rows: int
+    prompt: int
+    response: int
+    mini_batch: int
+    score_batch: int
+
+
+SHAPES = {"tiny": Shape(64, 16, 64, 16, 64), "smollm2": Shape(32, 32, 16, 16, 32)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Folders and files of one benchmark. policy and reward: Hugging Face folders; prompts: JSONL with `prompt`."""
+
+    folder: Path
+    policy: Path
+    reward: Path
+    prompts: Path
+
+
+def prepare(name: str, shape: Shape, model: Path | None) -> Workload:
+    """Make what is not there yet under .cache/benchmarks. model: a Hugging Face folder; None takes the shape's own."""
+    if model is None and name == "smollm2":
+        model = SMOLLM2
+    if model is not None and not (model / "config.json").is_file():
+        raise SystemExit(f"{model} is no Hugging Face folder (no config.json): give one with --model, or run `make demo` once")
+    source = "random" if model is None else str(model.resolve())
+    folder = CACHE / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    policy = make_tiny(folder / "hf") if model is None else model
+    return Workload(folder, policy, make_reward(policy, folder / "reward-hf"), make_prompts(policy, folder, shape))
+
+
+def make_tiny(folder: Path) -> Path:
+    """A random Llama of 0.3M parameters with a tokenizer of 512 words."""
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{i}": i for i in range(4, 512)}}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=raw, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_reward(policy: Path, folder: Path) -> Path:
+    """The policy's backbone under a random score head: its scores mean nothing, its work is a reward model's."""
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return folder
+
+
+def make_prompts(policy: Path, folder: Path, shape: Shape) -> Path:
+    """Four steps' prompts of exactly shape.prompt tokens: words that are one token each with and without a space before them."""
+    path = folder / f"prompts-{shape.rows}x{shape.prompt}.jsonl"
+    if path.is_file():
+        return path
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    words = [w for w in sorted({tokenizer.decode([i]).strip() for i in range(len(tokenizer))}) if w.isalnum() and w.isascii()]
+    words = [w for w in words if all(len(encode(tokenizer, s + w)) == 1 for s in ("", " "))]
+    draw, texts = random.Random(0), []
+    while len(texts) < 4 * shape.rows:
+        text = " ".join(draw.choices(words, k=shape.prompt))
+        if len(encode(tokenizer, text)) == shape.prompt:
+            texts.append(text)
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
