@@ -1,0 +1,113 @@
+"""A verifier process: `python -m aligner.rewards.worker SPEC`, started and killed by pool.py. One JSON object a line on both pipes.
+
+It says {"ready"} or {"error"} once; then, for each request, {"started"} when the slow preparation is over (the deadline of one score
+runs from there) and {"parts"} or {"error"}."""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from typing import Any, BinaryIO
+
+from aligner.rewards.verifiers import FunctionVerifier, TaskVerifier
+
+PR_SET_PDEATHSIG = 1
+OPEN_FILES = 256
+FILE_BYTES = 64 << 20
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends; the pipe's end does it where it is idle."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
+
+
+def limit_resources(memory_mb: int) -> None:
+    """Hard limits on address space, open files, the size of written files, and core dumps (none)."""
+    wanted = {
+        resource.RLIMIT_AS: memory_mb << 20,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for which, value in wanted.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let this process use `seconds` more of CPU time before the kernel ends it: a belt beside the parent's deadline."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = math.ceil(time.process_time() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The two pipes to the parent, moved away from 0 and 1: what a user's function prints goes to the log, not into the protocol."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def build_verifier(spec: dict[str, Any]) -> TaskVerifier | FunctionVerifier:
+    if spec["kind"] == "function":
+        return FunctionVerifier(spec["function"])
+    return TaskVerifier(answer=spec["answer"], format_credit=spec["format_credit"], allow_eval=spec["allow_eval"])
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and the innermost line, for a reader who has no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:1000] + at
+
+
+def serve(spec: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
+    def reply(**message: Any) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        replies.flush()
+
+    try:
+        verifier = build_verifier(spec)
+    except BaseException as error:  # the user's file may raise anything, SystemExit too
+        reply(error=str(error) if isinstance(error, ValueError) else describe(error))
+        return
+    reply(ready=True)
+    if spec["kind"] == "task":
+        with contextlib.suppress(ImportError):  # each request says it again, by name
+            import reasoning_gym  # noqa: F401  3 s that pass while the first responses are generated
+    for line in requests:
+        request = json.loads(line)
+        try:
+            limit_cpu(spec["start_timeout"])
+            prepared = verifier.prepare(request["sample"])
+            limit_cpu(spec["timeout"])
+            reply(started=True)
+            reply(parts=verifier.score(prepared, request["response"], request["sample"]))
+        except BaseException as error:
+            reply(error=describe(error))
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    die_with_parent(spec["parent"])
+    requests, replies = take_pipes()
+    limit_resources(spec["memory_mb"])
+    limit_cpu(spec["start_timeout"])
+    serve(spec, requests, replies)
+
+
+if __name__ == "__main__":
+    main()
