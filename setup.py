@@ -28,6 +28,7 @@ setup(
         "hydra-core>=1.3,<1.4",
         "omegaconf>=2.3,<2.4",
         "PyYAML>=6",
+        "psutil>=5.9",
         "reasoning-gym>=0.1.19",
         "rich>=13",
         "tensorboard>=2.16",

@@ -1,0 +1,278 @@
+"""Settings: what is written arrives, what is wrong is named, all at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from aligner.config import keys
+from aligner.config.groups import Advantage, CriticPlace, Resume, RewardKind, Schedule
+from aligner.config.jobs import JOBS, ActorConfig, CriticConfig
+from aligner.config.load import CONF, load, to_dict, to_yaml
+from aligner.config.validate import problems as cross_problems
+from aligner.runtime.errors import ConfigError
+
+GIVEN = ["model.checkpoint=somewhere", "data.task=chain_sum"]
+
+
+def problems(*words: str, job=ActorConfig, name: str = "ppo_actor") -> list[str]:
+    """The lines that a command line earns."""
+    with pytest.raises(ConfigError) as caught:
+        load(job, words, name)
+    return caught.value.problems
+
+
+def test_values_of_every_type_arrive():
+    config = load(
+        ActorConfig,
+        [*GIVEN, "ppo.clip=0.3", "run.max_steps=7", "optim.distributed=true", "run.resume=must", "parallel.virtual_pipeline=null",
+         "sampling.stop_token_ids=[1,2]", "data.task_config.min_terms=2", "+ppo.epochs=3", "data.system='a, b'"],
+    )  # fmt: skip
+    assert config.ppo.clip == 0.3
+    assert (config.run.max_steps, config.ppo.epochs) == (7, 3)
+    assert config.optim.distributed is True
+    assert config.run.resume is Resume.must
+    assert config.parallel.virtual_pipeline is None
+    assert config.sampling.stop_token_ids == [1, 2]
+    assert config.data.task_config == {"min_terms": 2}
+    assert config.data.system == "a, b"
+
+
+def test_a_value_can_refer_to_another():
+    config = load(ActorConfig, [*GIVEN, "run.max_steps=40", "optim.decay_steps=${run.max_steps}"])
+    assert config.optim.decay_steps == 40
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("ppo.cliip=0.1", "unknown key ppo.cliip: did you mean ppo.clip?"),
+        ("clip=0.1", "unknown key clip: did you mean ppo.clip?"),
+        ("pppo.clip=0.1", "unknown key pppo.clip: did you mean ppo.clip?"),
+        ("serving.port=8000", "unknown key serving.port: it belongs to the critic job"),
+        ("+foo.bar=1", "the groups are run, parallel"),
+        ("ppo=3", "ppo is a group"),
+        ("ppo.clip=high", "ppo.clip='high' is not a number"),
+        ("run.max_steps=1.5", "run.max_steps=1.5 is not an integer"),
+        ("optim.distributed=maybe", "is not true or false"),
+        ("ppo.advantage=gea", "one of gae, reinforce_baseline (did you mean gae?)"),
+        ("ppo.clip=null", "ppo.clip=None is not a number"),
+        ("run.seed=${nowhere.at_all}", "run.seed: Interpolation key 'nowhere.at_all' not found"),
+        ("~ppo.clip", "cannot be deleted; ppo.clip=null makes one absent"),
+        ("ppo.clip=0.1,0.2", "sweeps are not supported"),
+        ("word", "'word' is not group.key=value"),
+        ("--bogus", "unknown option --bogus"),
+        ("run.seed.deeper=1", "unknown key run.seed.deeper"),
+    ],
+)
+def test_a_wrong_word_is_named(word, says):
+    found = problems(*GIVEN, word)
+    assert len(found) == 1
+    assert says in found[0]
+
+
+def test_all_problems_come_at_once():
+    found = problems("ppo.cliip=1", "ppo.clip=high", "ppo.lam=3", "data.task=x", "ppo.mini_batch_size=100")
+    assert len(found) == 5  # with the missing checkpoint
+    assert any(line.startswith("model.checkpoint is required") for line in found)
+    message = str(ConfigError(*found))
+    assert message.splitlines()[0].endswith("5 problems:")
+    assert len(message.splitlines()) == 6
+
+
+def actor(**changed: object) -> ActorConfig:
+    """Settings that fit together, but for those given as group__key=value."""
+    config = ActorConfig()
+    config.model.checkpoint, config.data.task = "somewhere", "chain_sum"
+    for key, value in changed.items():
+        group, name = key.split("__")
+        assert hasattr(getattr(config, group), name)
+        setattr(getattr(config, group), name, value)
+    return config
+
+
+NO_CRITIC = {"critic__place": CriticPlace.none}
+
+
+def test_settings_that_fit_have_no_problems():
+    assert cross_problems(actor()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"ppo__mini_batch_size": 96}, "128 samples a step, which is no multiple of ppo.mini_batch_size=96"),
+        (NO_CRITIC, "ppo.advantage=gae needs a critic"),
+        (NO_CRITIC, "critic.place=none leaves nobody to score"),
+        ({**NO_CRITIC, "ppo__advantage": Advantage.reinforce_baseline}, "ppo.truncation=bootstrap needs a critic"),
+        ({**NO_CRITIC, "reward__kind": RewardKind.model}, "reward.kind=model needs a critic job"),
+        ({**NO_CRITIC, "ppo__critic_warmup_steps": 2}, "ppo.critic_warmup_steps=2 needs a critic"),
+        ({"optim__schedule": Schedule.cosine}, "needs optim.decay_steps (0) greater than optim.warmup_steps (0)"),
+        ({"optim__min_lr": 1.0}, "optim.min_lr=1.0 exceeds optim.lr=1e-06"),
+        ({"data__prompts": "absent.jsonl"}, "exactly one of data.prompts and data.task"),
+        ({"data__prompts": "absent.jsonl"}, "data.prompts=absent.jsonl: there is no such file"),
+        ({"data__task": None, "data__prompts": __file__}, "needs data.validation_prompts"),
+        ({"data__task": None, "data__prompts": __file__}, "reward.kind=task needs data.task"),
+        ({"data__task": None}, "exactly one of data.prompts and data.task"),
+        ({"data__task_key": "answer"}, "must be question or operands"),
+        ({"reward__kind": RewardKind.function}, "reward.kind=function needs reward.function=file.py:name"),
+        ({"reward__kind": RewardKind.function, "reward__function": "absent.py:score"}, "there is no file"),
+        ({"reward__function": "absent.py:score"}, "needs reward.kind=function"),
+        ({"reward__kind": RewardKind.model}, "needs reward.checkpoint"),
+        ({"reward__checkpoint": "somewhere"}, "needs reward.kind=model"),
+        ({"sampling__temperature": 0.0}, "sampling.temperature=0.0 must be greater than 0"),
+        ({"engine__max_output_len": 0}, "engine.max_output_len=0 must be greater than 0"),
+        ({"ppo__kl_target": -1.0}, "ppo.kl_target=-1.0 must be greater than 0"),
+        ({"ppo__kl_target": 1.0, "ppo__kl_coefficient": 0.0}, "it must start above 0"),
+        ({"ppo__gamma": 1.5}, "must lie between 0 and 1"),
+        ({"optim__beta1": 1.0}, "optim.beta1=1 never learns"),
+        ({"optim__lr": float("nan")}, "optim.lr=nan must be a finite number"),
+        ({"optim__lr": -1.0}, "optim.lr=-1.0 must not be negative"),
+        ({"parallel__sequence": True}, "needs parallel.tensor > 1"),
+        ({"parallel__virtual_pipeline": 2}, "needs parallel.pipeline > 1"),
+        ({"critic__endpoint": "nowhere"}, "must be host:port"),
+        ({"critic__local_overrides": ["a=b"]}, "needs critic.place=local"),
+        ({"data__template": "Answer"}, "must hold"),
+        ({"data__template": "{prompt"}, "data.template='{prompt'"),
+        ({"run__name": "a/b"}, "no slash"),
+        ({"ppo__critic_warmup_steps": 100}, "leaves no step of run.max_steps=100"),
+    ],
+)
+def test_settings_that_contradict_each_other(changed, says):
+    assert any(says in line for line in cross_problems(actor(**changed)))
+
+
+def test_the_critic_job_is_checked_too():
+    config = CriticConfig()
+    config.serving.port, config.serving.token_file = 70000, "absent"
+    found = cross_problems(config)
+    assert len(found) == 2
+    assert "at most 65535" in found[0]
+    assert "there is no such file" in found[1]
+
+
+def test_a_critic_free_run_passes():
+    words = ["critic.place=none", "ppo.advantage=reinforce_baseline", "ppo.truncation=mask", "reward.place=actor"]
+    assert load(ActorConfig, [*GIVEN, *words]).ppo.advantage is Advantage.reinforce_baseline
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's own configurations: an experiment on top of a task's file."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.yaml").write_text(
+        "# @package _global_\ndata:\n  task: chain_sum\n  task_config: {min_terms: 2}\nreward:\n  format_credit: 0.25\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - tasks: mine\n  - _self_\nmodel:\n  checkpoint: there\nrun:\n  name: mine\n"
+    )
+    return tmp_path
+
+
+def test_files_of_the_users_own(folder):
+    config = load(ActorConfig, ["--config-dir", str(folder), "--config-name", "mine", "data.task_config.max_terms=3"])
+    assert (config.run.name, config.model.checkpoint) == ("mine", "there")
+    assert config.data.task_config == {"min_terms": 2, "max_terms": 3}
+
+
+def test_a_task_is_chosen_on_the_command_line_and_serves_both_jobs(folder):
+    chosen = ["--config-dir", str(folder), "tasks=mine", "model.checkpoint=there"]
+    assert load(ActorConfig, chosen).data.task == "chain_sum"
+    assert load(CriticConfig, chosen, "ppo_critic").reward.format_credit == 0.25
+
+
+def test_absent_files_are_named(folder):
+    assert "did you mean mine?" in problems("--config-dir", str(folder), "--config-name", "mnie")[0]
+    (line,) = problems("--config-dir", str(folder), "tasks=other", "model.checkpoint=there")
+    assert "tasks/other" in line
+    assert "mine" in line
+
+
+def test_printed_settings_load_again(capsys):
+    words = [*GIVEN, "run.resume=must", "data.task_config.min_terms=2"]
+    with pytest.raises(SystemExit) as ended:
+        load(ActorConfig, [*words, "--cfg", "job"])
+    assert ended.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    config = load(ActorConfig, words)
+    assert printed == yaml.safe_load(to_yaml(config)) == to_dict(config)
+    assert printed["run"]["resume"] == "must"
+    assert json.dumps(printed)
+
+
+def test_only_rank_0_prints(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        load(ActorConfig, [*GIVEN, "--cfg", "job"])
+    assert capsys.readouterr().out == ""
+
+
+def test_help_names_groups_and_files(capsys):
+    with pytest.raises(SystemExit):
+        load(CriticConfig, ["--help"], "ppo_critic")
+    text = capsys.readouterr().out
+    assert "serving" in text
+    assert "docs/configuration.md" in text
+    assert "ppo_actor" in text
+
+
+def test_loading_leaves_no_folder(tmp_path):
+    code = "from aligner.config.load import load; from aligner.config.jobs import ActorConfig; load(ActorConfig)"
+    subprocess.run([sys.executable, "-c", code, *GIVEN], cwd=tmp_path, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# What is shipped in conf/
+
+SHIPPED = sorted(CONF.rglob("*.yaml"))
+
+
+def shipped_settings(path: Path) -> dict[str, object]:
+    """group.key -> value that the file itself writes, defaults list aside."""
+    content = yaml.safe_load(path.read_text()) or {}
+    return {
+        f"{group}.{key}": value
+        for group, values in content.items()
+        if group != "defaults"
+        for key, value in values.items()
+    }
+
+
+def inherited_settings(path: Path) -> dict[str, object]:
+    """Settings of the files that its defaults list names."""
+    entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
+    files = [
+        CONF / group / f"{name}.yaml" for entry in entries if isinstance(entry, dict) for group, name in entry.items()
+    ]
+    return {key: value for file in files for key, value in shipped_settings(file).items()}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONF)))
+def test_shipped_files_write_known_keys_and_no_defaults(path):
+    """A line that changes nothing is a second place for a default."""
+    inherited = inherited_settings(path)
+    for key, value in shipped_settings(path).items():
+        owners = [job for job in JOBS.values() if key in keys.docs(job)]
+        assert owners, f"{path}: {key} is not a setting"
+        group, name = key.split(".")
+        defaults = [OmegaConf.to_container(OmegaConf.structured(job), enum_to_str=True)[group][name] for job in owners]
+        assert value not in ([inherited[key]] if key in inherited else defaults), (
+            f"{path}: {key}={value} changes nothing"
+        )
+
+
+@pytest.mark.parametrize("path", [p for p in SHIPPED if p.parent == CONF], ids=lambda path: path.stem)
+def test_shipped_configurations_load(path):
+    """With a checkpoint and a task, where the file leaves them to the user."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        written = compose(path.stem)
+    job = CriticConfig if "critic" in path.stem else ActorConfig
+    words = [] if "checkpoint" in written.get("model", {}) else ["model.checkpoint=somewhere"]
+    if job is ActorConfig and not {"task", "prompts"} & set(written.get("data", {})):
+        words.append("data.task=chain_sum")
+    assert isinstance(load(job, words, path.stem), job)
