@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aligner.config import keys
 from aligner.config.jobs import JOBS
+from aligner.runtime.exit_codes import ExitCode
 
 HEAD = """# Configuration
 
@@ -59,12 +60,18 @@ def _sections() -> list[tuple[str, str, type]]:
     ]
 
 
+def _exit_codes() -> list[str]:
+    texts = keys.field_docs(ExitCode)
+    rows = [f"| {code.value} | {code.name.lower()} | {texts[code.name]} |" for code in ExitCode]
+    return ["## Exit codes", "", "| code | name | |", "|---|---|---|", *rows, ""]
+
+
 def markdown() -> str:
     """The whole page."""
     lines = [HEAD]
     for title, group, job in _sections():
         lines += [f"## {title}", "", *_table(job, group), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_exit_codes()])
 
 
 if __name__ == "__main__":

@@ -20,16 +20,14 @@ def groups(job: type) -> dict[str, type]:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Field -> the string that stands below it in the source; "" where there is none."""
+    """Field of a dataclass (or member of an enum) -> the string that stands below it in the source; "" where there is none."""
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
-    found = {f.name: "" for f in fields(cls)}
+    found = dict.fromkeys(cls.__members__ if issubclass(cls, Enum) else (f.name for f in fields(cls)), "")
     for statement, below in zip(body, body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            found[statement.target.id] = inspect.cleandoc(below.value.value)  # type: ignore[union-attr]
+        documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if documented and isinstance(statement, (ast.AnnAssign, ast.Assign)):
+            target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+            found[target.id] = inspect.cleandoc(below.value.value)  # type: ignore[union-attr]
     return found
 
 

@@ -172,10 +172,10 @@ def _samples(run: RunFolder) -> str:
     files = held_out or _sample_files(run.rollouts(0).parent)
     if not files:
         return ""
-    before, after = read_jsonl(files[0])[:SAMPLES_SHOWN], read_jsonl(files[-1])[:SAMPLES_SHOWN]
+    before, last_rows = read_jsonl(files[0])[:SAMPLES_SHOWN], read_jsonl(files[-1])
     steps = [path.stem.removeprefix("step_") for path in (files[0], files[-1])]
     if held_out:
-        by_id = {row["sample_id"]: row for row in after}
+        by_id = {row["sample_id"]: row for row in last_rows}
         pairs = [(row, by_id[row["sample_id"]]) for row in before if row["sample_id"] in by_id]
         blocks = "".join(
             f"<h3 class='note'>{_prompt(first)}</h3><div class='cards'>"
@@ -183,7 +183,9 @@ def _samples(run: RunFolder) -> str:
             for first, last in pairs
         )
         return f"<h2>The first {len(pairs)} held-out prompts, before and after</h2>{blocks}"
-    shown = [(row, steps[0]) for row in before] + [(row, steps[1]) for row in after if files[-1] != files[0]]
+    shown = [(row, steps[0]) for row in before] + [
+        (row, steps[1]) for row in last_rows[:SAMPLES_SHOWN] if files[-1] != files[0]
+    ]
     cards = "".join(
         f"<div><h3 class='note'>{_prompt(row)}</h3>{_response(row, f'in step {step}')}</div>" for row, step in shown
     )
