@@ -6,6 +6,7 @@ Both compute the mean negative log-prob of the tokens under the mask, in one pro
 `response`, what PPO trains on, for which Hugging Face too is asked for no more logits than it can leave out (its logits_to_keep)."""
 
 import argparse
+import json
 import statistics
 import time
 from functools import partial
@@ -19,7 +20,8 @@ from workload import SHAPES, machine, prepare
 from aligner.config.groups import Dtype, OptimConfig, ParallelConfig
 from aligner.models import pipeline
 from aligner.models.build import build_model
-from aligner.models.hf import load_hf, shape_from_hf
+from aligner.models.hf import load_hf
+from aligner.models.hf_config import shape_of
 from aligner.models.optimizer import wrap_for_training
 from aligner.models.policy import chosen_positions, predicting_positions
 from aligner.parallel.device import resolve_dtype
@@ -100,7 +102,8 @@ def main() -> None:
     folder = prepare(options.shape, work, options.model).policy
     topology, dtype = start(ParallelConfig(threads=options.threads), seed=0), resolve_dtype(Dtype(options.dtype))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    sides = {"megatron": Megatron(model, shape_from_hf(folder), topology, dtype), "huggingface": HuggingFace(model)}
+    shape = shape_of(json.loads((folder / "config.json").read_text()))
+    sides = {"megatron": Megatron(model, shape, topology, dtype), "huggingface": HuggingFace(model)}
     rows, columns = options.rows or work.mini_batch, work.prompt + work.response
     tokens = torch.randint(4, model.config.vocab_size, (rows, columns))
     print(f"{machine()}, {torch.get_num_threads()} threads, {options.shape}, {dtype}, {rows} rows of {columns} tokens")

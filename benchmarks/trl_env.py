@@ -11,9 +11,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "trl-venv"
 TRL = "trl==1.12.0"
-# What TRL's PPO trainer imports. torch, transformers and numpy are this environment's own versions: both sides call the same kernels.
+# What TRL's PPO trainer imports. torch and transformers are this environment's own versions: both sides call the same kernels.
 DEPENDENCIES = ("datasets==5.2.0", "accelerate==1.15.0")
-SAME_VERSION = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
+SAME_VERSION = ("torch", "transformers", "tokenizers", "safetensors")
 
 
 def trl_python() -> Path:

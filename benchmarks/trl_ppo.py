@@ -22,17 +22,11 @@ from transformers import (  # noqa: E402
     TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # noqa: E402
-
-CLIP, KL, LEARNING_RATE = 0.2, 0.01, 1e-5
+from workload import CLIP, KL, LEARNING_RATE, worker_arguments  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("policy", "reward", "prompts"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("rows", "prompt", "response", "mini-batch", "score-batch", "steps", "threads"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser = worker_arguments(__doc__)
     parser.add_argument("--freeze-gc", action="store_true", help="gc.freeze() before training")
     return parser.parse_args()
 

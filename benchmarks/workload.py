@@ -1,8 +1,12 @@
 """What both sides of a benchmark are given: a model, a reward model and prompts of an exact length, as files that either side reads."""
 
+import argparse
 import hashlib
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +28,9 @@ class Shape:
     score_batch: int
 
 
+# The same on both sides; they change what is learned, not how long it takes.
+CLIP, KL, LEARNING_RATE = 0.2, 0.01, 1e-5
+
 SHAPES = {"tiny": Shape(64, 16, 64, 16, 64), "smollm2": Shape(32, 32, 16, 16, 32)}
 
 
@@ -35,6 +42,17 @@ class Workload:
     policy: Path
     reward: Path
     prompts: Path
+
+
+def worker_arguments(description: str) -> argparse.ArgumentParser:
+    """What ppo_step.py gives either side's process."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("policy", "reward", "prompts"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("rows", "prompt", "response", "mini-batch", "score-batch", "steps", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    return parser
 
 
 def prepare(name: str, shape: Shape, model: Path | None) -> Workload:
@@ -114,3 +132,21 @@ def make_prompts(policy: Path, folder: Path, shape: Shape) -> Path:
 
 def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def converted(source: Path, folder: Path) -> Path:
+    """`source`, a Hugging Face folder, as a checkpoint of this toolkit."""
+    if not (folder / "model_config.yaml").is_file():
+        command = [sys.executable, str(ROOT / "convert_hf_to_nemo.py")]
+        subprocess.run([*command, "--hf_checkpoint", str(source), "--output_dir", str(folder)], check=True, cwd=ROOT)
+    return folder
+
+
+def machine() -> str:
+    """The CPU as /proc/cpuinfo has it, and what decides whether bfloat16 is fast on it."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    info = {key.strip(): value.strip() for key, _, value in lines}
+    flags = set(info["flags"].split())
+    bf16 = next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), "none")
+    kind = f"{info['model name']} (family {info['cpu family']}, model {info['model']})"
+    return f"{kind}, {len(os.sched_getaffinity(0))} cores, AVX-512 {'yes' if 'avx512f' in flags else 'no'}, bf16 instructions {bf16}"
