@@ -105,7 +105,7 @@ def _on_cpu(factory):
 def _torch_proxy() -> _Namespace:
     cuda = _Namespace(
         torch.cuda,
-        **{name: _nothing for name in ("synchronize", "empty_cache", "set_device", "manual_seed")},
+        **dict.fromkeys(("synchronize", "empty_cache", "set_device", "manual_seed"), _nothing),
         current_device=lambda: _CPU,
         Stream=_Stream,
         Event=_Stream,

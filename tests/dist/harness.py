@@ -123,7 +123,7 @@ class _environment:
 
     def __enter__(self):
         self.saved = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONPATH")}
-        paths = [str(ROOT), str(ROOT / "tests" / "dist"), *filter(None, [self.saved["PYTHONPATH"]])]
+        paths = [str(ROOT), *filter(None, [self.saved["PYTHONPATH"]])]
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
     def __exit__(self, *exc):

@@ -1,0 +1,157 @@
+"""Weight checkpoints: torch_dist files under NeMo's names (prefix `model.`, Transformer Engine's layer names), from and to any layout."""
+
+import logging
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from aligner.models.build import unwrap
+from aligner.models.checkpoint_folder import WEIGHTS, checkpoint_shape, copy_tokenizer, opened
+from aligner.models.heads import HEAD_KEY
+from aligner.models.model_config import ModelShape, write_model_config
+from aligner.parallel.collectives import agree, gather_objects
+from aligner.parallel.topology import Topology
+
+from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
+
+__all__ = ["checkpoint_shape", "load_weights", "save_weights", "sharded_weights"]
+
+PREFIX = "model."
+LAYERS = f"{PREFIX}decoder.layers."
+_LAYER_KEY = re.compile(re.escape(LAYERS) + r"\d+\.")
+_LM_HEAD, _VALUE_HEAD = f"{PREFIX}output_layer.weight", PREFIX + HEAD_KEY
+
+logger = logging.getLogger(__name__)
+
+
+def sharded_weights(chunks: list[torch.nn.Module], topology: Topology, *, per_layer: bool = False) -> dict[str, Any]:
+    """Megatron's sharded state dict of the chunks, with this toolkit's names on disk: flat for one chunk, else {"model0": ...}.
+
+    Layers are stacked along a first axis, as NeMo does; per_layer gives each its own name. Extra states (Transformer Engine's FP8
+    scales; empty here) are left out, so that a checkpoint written on a CPU has the same names as one written on a GPU."""
+    metadata = {
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": per_layer,
+        "dp_cp_group": topology.data_group,
+    }
+    found = []
+    for model in map(unwrap, chunks):
+        state = model.sharded_state_dict(metadata=metadata)
+        state = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
+        add_prefix_for_sharding(state, PREFIX)
+        found.append(state)
+    return found[0] if len(found) == 1 else {f"model{i}": state for i, state in enumerate(found)}
+
+
+def _flat(weights: dict[str, Any]) -> list[ShardedTensor]:
+    return [t for value in weights.values() for t in (value.values() if isinstance(value, dict) else [value])]
+
+
+def save_weights(
+    chunks: list[torch.nn.Module],
+    shape: ModelShape,
+    topology: Topology,
+    folder: Path | str,
+    *,
+    tokenizer_from: Optional[Path | str] = None,
+) -> None:
+    """Write model_weights/ and model_config.yaml under `folder`, and copy tokenizer/ of the checkpoint `tokenizer_from`. Collective.
+
+    The entry script needs `if __name__ == "__main__":`, since saving spawns a helper that imports the main module again."""
+    folder = Path(folder)
+    agree(_prepare(shape, folder, tokenizer_from) if topology.is_reporter else None, topology)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    dist_checkpointing.save(sharded_weights(chunks, topology), str(folder / WEIGHTS), strategy)
+    dist.barrier(group=topology.cpu_group)
+
+
+def _prepare(shape: ModelShape, folder: Path, tokenizer_from: Optional[Path | str]) -> Optional[Exception]:
+    try:
+        (folder / WEIGHTS).mkdir(parents=True, exist_ok=True)
+        write_model_config(shape, folder)
+        if tokenizer_from is not None:
+            copy_tokenizer(Path(tokenizer_from), folder)
+    except (OSError, ValueError) as error:
+        return error
+    return None
+
+
+def load_weights(chunks: list[torch.nn.Module], shape: ModelShape, topology: Topology, folder: Path | str) -> None:
+    """Fill the chunks from a folder or .nemo archive that any layout wrote, whatever its dtype. Collective.
+
+    `shape` may have fewer layers than the checkpoint (its first ones are taken) and another head: a value or score head that is not
+    there starts at zero. An optimizer made before must be told (reload_model_params). Raises ValueError, on every rank, for a
+    checkpoint that is missing, of another architecture, or with missing or unknown tensors."""
+    folder = Path(folder)
+    found = checkpoint_shape(folder)
+    _refuse_other_architecture(folder, found, shape)
+    with opened(folder, topology) as unpacked:
+        on_disk = _tensors_on_disk(unpacked / WEIGHTS, folder)
+        weights = sharded_weights(chunks, topology, per_layer=any(map(_LAYER_KEY.match, on_disk)))
+        _refuse_other_tensors(folder, {t.key for t in _flat(weights)}, on_disk, topology)
+        _drop_absent_head(weights, on_disk, chunks, folder)
+        for tensor in _flat(weights):
+            _widen_to_all_layers(tensor, on_disk[tensor.key])
+        # Not all of the checkpoint need be read (fewer layers, another head), which the check of its coverage would refuse.
+        loaded = dist_checkpointing.load(weights, str(unpacked / WEIGHTS), validate_access_integrity=False)
+    for i, model in enumerate(map(unwrap, chunks)):
+        model.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=False)
+
+
+def _refuse_other_architecture(folder: Path, found: ModelShape, wanted: ModelShape) -> None:
+    theirs, ours = asdict(found), asdict(wanted)
+    differ = [k for k in ours if k not in ("head", "num_layers") and theirs[k] != ours[k]]
+    if found.num_layers < wanted.num_layers:
+        differ.append("num_layers")
+    if differ:
+        said = ", ".join(f"{k}={theirs[k]} (wanted {ours[k]})" for k in differ)
+        raise ValueError(f"{folder} holds another architecture: {said}")
+
+
+def _tensors_on_disk(weights: Path, folder: Path) -> dict[str, ShardedTensor]:
+    if not (weights / "metadata.json").is_file():
+        raise ValueError(
+            f"{folder} has no complete {WEIGHTS}/: there is no metadata.json in it; convert or save the model again"
+        )
+    return dist_checkpointing.load_tensors_metadata(str(weights))
+
+
+def _refuse_other_tensors(folder: Path, here: set[str], on_disk: dict[str, Any], topology: Topology) -> None:
+    """Compare what all ranks want with what there is."""
+    wanted = set().union(*gather_objects(here, topology.cpu_group))
+    missing = sorted(wanted - set(on_disk) - {_VALUE_HEAD})
+    unread = {_LM_HEAD, _VALUE_HEAD}
+    unknown = sorted(
+        key for key in set(on_disk) - wanted - unread if "_extra_state" not in key and not _LAYER_KEY.match(key)
+    )
+    if missing or unknown:
+        raise ValueError(
+            f"{folder} does not hold the tensors of this model: missing {missing[:10] or 'none'} ({len(missing)}), "
+            f"unknown {unknown[:10] or 'none'} ({len(unknown)})"
+        )
+
+
+def _drop_absent_head(
+    weights: dict[str, Any], on_disk: dict[str, Any], chunks: list[torch.nn.Module], folder: Path
+) -> None:
+    if _VALUE_HEAD in on_disk:
+        return
+    for state in [weights] if len(chunks) == 1 else weights.values():
+        for name in [name for name, tensor in state.items() if tensor.key == _VALUE_HEAD]:
+            state.pop(name).data.detach().zero_()
+            logger.info("%s has no value or score head: it starts at zero", folder)
+
+
+def _widen_to_all_layers(tensor: ShardedTensor, on_disk: ShardedTensor) -> None:
+    """Stacked layers are addressed within the checkpoint's number of layers, which may be larger than the model's."""
+    if tensor.prepend_axis_num:
+        layers = on_disk.global_shape[0]
+        tensor.global_shape = (layers, *tensor.global_shape[1:])
+        tensor.axis_fragmentations = (layers, *tensor.axis_fragmentations[1:])

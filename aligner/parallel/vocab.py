@@ -1,0 +1,123 @@
+"""Log-probabilities and entropies of logits that are split over the tensor-parallel ranks.
+
+Legend: n positions, V the padded vocabulary, V/tp this rank's columns, starting at rank * V/tp."""
+
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Elements of a float32 working copy of the logits; whole batches would double the memory of the largest tensor there is.
+_BLOCK_ELEMENTS = 1 << 24
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    group: ProcessGroup,
+    vocab_size: Optional[int] = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """log softmax(logits / temperature) at the targets: logits [n, V/tp] of any float type, targets [n] int64 -> [n] float32.
+
+    vocab_size: the real vocabulary; logits of padded ids beyond it count as -inf (None: there are none). The logits are read only.
+    Raises ValueError for a temperature that is not positive, and on a CPU for a target outside the vocabulary."""
+    return _checked(logits, targets, group, vocab_size, temperature, with_entropy=False)[0]
+
+
+def vocab_parallel_logprobs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    group: ProcessGroup,
+    vocab_size: Optional[int] = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """As vocab_parallel_logprobs, and the entropy in nats of each tempered distribution: ([n], [n]) float32."""
+    return _checked(logits, targets, group, vocab_size, temperature, with_entropy=True)
+
+
+def _checked(logits, targets, group, vocab_size, temperature, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    if not temperature > 0:
+        raise ValueError(f"log-probabilities need a temperature above 0, got {temperature}")
+    vocab_size = logits.size(-1) * dist.get_world_size(group) if vocab_size is None else vocab_size
+    # Not on a GPU: it would wait for the device at every micro-batch.
+    if not targets.is_cuda and targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocab_size):
+        raise ValueError(f"targets must be in [0, {vocab_size}), found {int(targets.min())} to {int(targets.max())}")
+    return _VocabParallel.apply(logits, targets, group, vocab_size, temperature, with_entropy)
+
+
+def _blocks(logits: Tensor):
+    rows = max(1, _BLOCK_ELEMENTS // max(1, logits.size(1)))
+    return [slice(start, start + rows) for start in range(0, logits.size(0), rows)]
+
+
+class _VocabParallel(torch.autograd.Function):
+    """With l = logits / T, z = logsumexp l, p = exp(l - z): log-prob = l[target] - z, entropy H = z - sum p l.
+
+    d log-prob / d l_j = [j = target] - p_j;  d H / d l_j = -p_j (l_j - z + H)."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, group, vocab_size, temperature, with_entropy):
+        columns = logits.size(1)
+        first = dist.get_rank(group) * columns
+        real = min(max(vocab_size - first, 0), columns)
+        here = targets - first
+        mine = (here >= 0) & (here < real)
+        local = _local_terms(logits[:, :real], here.clamp(0, max(real - 1, 0)), mine, temperature, with_entropy)
+        norm, chosen, entropy = _combine(local, group)
+        ctx.save_for_backward(logits, here, mine, norm, entropy)
+        ctx.real, ctx.temperature, ctx.with_entropy = real, temperature, with_entropy
+        return chosen - norm, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        logits, here, mine, norm, entropy = ctx.saved_tensors
+        out = torch.zeros_like(logits)
+        for rows in _blocks(logits):
+            scaled = logits[rows, : ctx.real].float() / ctx.temperature
+            log_p = scaled - norm[rows, None]
+            p = log_p.exp()
+            grad = -p * grad_logprobs[rows, None]
+            if ctx.with_entropy:
+                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
+            at = mine[rows].nonzero()[:, 0]
+            grad[at, here[rows][at]] += grad_logprobs[rows][at]
+            out[rows, : ctx.real] = (grad / ctx.temperature).to(out.dtype)
+        return out, None, None, None, None, None
+
+
+def _local_terms(logits, here, mine, temperature: float, with_entropy: bool) -> Tensor:
+    """[3, n] float32 of this rank's columns alone: logsumexp, the target's logit (0 if elsewhere), the entropy."""
+    terms = torch.zeros(3, logits.size(0), device=logits.device)
+    terms[0] = -torch.inf
+    if logits.size(1) == 0:  # every column of this rank is padding
+        return terms
+    for rows in _blocks(logits):
+        scaled = logits[rows].float() / temperature
+        norm = scaled.logsumexp(-1)
+        terms[0, rows] = norm
+        terms[1, rows] = torch.where(mine[rows], scaled.gather(1, here[rows, None])[:, 0], 0.0)
+        if with_entropy:
+            log_p = scaled - norm[:, None]
+            terms[2, rows] = -(log_p.exp() * log_p).sum(-1)
+    return terms
+
+
+def _combine(local: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """The same three terms over all columns, each [n].
+
+    With z_r and H_r of rank r and w_r = exp(z_r - z): H = sum_r w_r (H_r + z - z_r)."""
+    if dist.get_world_size(group) == 1:
+        return local[0], local[1], local[2]
+    peak = local[0].clone()
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    below = (peak - local[0]).nan_to_num(posinf=0.0)  # a rank of padding alone: its weight is 0 anyway
+    weight = (local[0] - peak).exp()
+    sums = torch.stack([weight, local[1], weight * (local[2] + below)])
+    dist.all_reduce(sums, group=group)
+    total, chosen, entropy = sums
+    return peak + total.log(), chosen, entropy / total + total.log()
