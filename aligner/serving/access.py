@@ -25,7 +25,9 @@ def resolve_bind(bind: str, environ: Mapping[str, str]) -> str:
     try:
         return socket.gethostbyname(bind)
     except OSError as error:
-        raise ValueError(f"serving.bind={bind} is no address of this host ({error}); use auto or an IPv4 address") from None
+        raise ValueError(
+            f"serving.bind={bind} is no address of this host ({error}); use auto or an IPv4 address"
+        ) from None
 
 
 def node_address() -> str:
@@ -42,7 +44,9 @@ def node_address() -> str:
             except OSError:
                 pass
     if is_loopback(address):
-        raise ValueError(f"the host name {socket.gethostname()} resolves to loopback only; set serving.bind to this node's address")
+        raise ValueError(
+            f"the host name {socket.gethostname()} resolves to loopback only; set serving.bind to this node's address"
+        )
     return address
 
 

@@ -83,14 +83,20 @@ class RemoteCritic:
             for request in requests:
                 reply = self._reply(TRAIN, request)
             if reply["state"] != "applied":
-                raise RequestFailed(f"train step {step}: all {len(requests)} parts were sent, but the critic job says {reply}")
+                raise RequestFailed(
+                    f"train step {step}: all {len(requests)} parts were sent, but the critic job says {reply}"
+                )
             return reply["metrics"]
 
         return self._train_work.run(send)
 
     def prepare_save(self, step: int, folder: Path) -> "Future[None]":
         path = str(Path(folder).resolve())
-        return self._train_work.run(lambda: self._control({"op": "prepare_save", "step": step, "folder": path}) and None)
+
+        def prepare() -> None:
+            self._control({"op": "prepare_save", "step": step, "folder": path})
+
+        return self._train_work.run(prepare)
 
     def commit(self, step: int) -> None:
         self._train_work.run(lambda: self._control({"op": "commit", "step": step})).result()
@@ -121,7 +127,9 @@ class RemoteCritic:
         if config.endpoint is not None:
             host, port = parse_address(config.endpoint, key="critic.endpoint")
             token = None if self._token_file is None else str(self._token_file)
-            explicit = EndpointInfo(host, port, pid=0, run_id=self._contract.run_id, grid="", started=0.0, token_file=token)
+            explicit = EndpointInfo(
+                host, port, pid=0, run_id=self._contract.run_id, grid="", started=0.0, token_file=token
+            )
         timeout = config.connect_timeout if explicit is None else min(EXPLICIT_TIMEOUT, config.connect_timeout)
         what = f"the critic job's endpoint file {self._endpoint_file}" if explicit is None else "the critic job"
         advice = (
@@ -169,7 +177,9 @@ class RemoteCritic:
 
     # ---- calls
 
-    def _call(self, endpoint: protocol.Endpoint, arrays: Arrays, *, timeout: Optional[float] = None) -> dict[str, np.ndarray]:
+    def _call(
+        self, endpoint: protocol.Endpoint, arrays: Arrays, *, timeout: Optional[float] = None
+    ) -> dict[str, np.ndarray]:
         """Send one request and wait for it, watched. Raises RequestFailed."""
         timeout = timeout or self._config.request_timeout
         connection = Connection(self._info.host, self._info.port, timeout=timeout)
@@ -255,6 +265,13 @@ class _Watch:
         for call in calls:
             call.cut(reason)
 
+    def _cut_overdue(self) -> None:
+        """A server that sends a byte now and then never trips the socket's own timeout."""
+        with self._lock:
+            overdue = [c for c in self._calls if time.monotonic() > c.deadline]
+        for call in overdue:
+            call.cut("no whole answer before its deadline")
+
     def add(self, connection: Connection) -> None:
         with self._lock:
             self._calls.add(connection)
@@ -269,6 +286,7 @@ class _Watch:
     def _probe(self, info: EndpointInfo) -> None:
         failures = 0
         while not self._closed.wait(PROBE_EVERY):
+            self._cut_overdue()
             if not self._busy.is_set():
                 failures = 0
                 self._busy.wait(PROBE_EVERY)
@@ -279,7 +297,9 @@ class _Watch:
                 failures = 0  # not ready is an answer: it is starting or ending, and answers what is in flight
             except OSError as error:
                 failures += 1
-                log.info("readiness probe of %s failed after %.1f s: %s", info.address, time.monotonic() - started, error)
+                log.info(
+                    "readiness probe of %s failed after %.1f s: %s", info.address, time.monotonic() - started, error
+                )
                 if failures >= PROBES:
                     self.cut_all(f"the critic job is gone: {PROBES} readiness probes in a row failed ({error})")
 

@@ -53,7 +53,9 @@ def read_endpoint(file: Path) -> Optional[EndpointInfo]:
         known = {f.name for f in fields(EndpointInfo)}
         return EndpointInfo(**{k: v for k, v in values.items() if k in known})
     except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not an endpoint file ({error}); remove it, and start the job that writes it") from None
+        raise ValueError(
+            f"{file} is not an endpoint file ({error}); remove it, and start the job that writes it"
+        ) from None
 
 
 def parse_address(text: str, *, key: str) -> tuple[str, int]:

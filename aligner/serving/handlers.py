@@ -38,7 +38,14 @@ class Handlers:
     """The three endpoints over one loop. `run_folder` is the only place that save and restore may name."""
 
     def __init__(
-        self, backend: CriticBackend, loop: Loop, *, run_folder: Path, token: Optional[str], max_rows: int, deterministic: bool
+        self,
+        backend: CriticBackend,
+        loop: Loop,
+        *,
+        run_folder: Path,
+        token: Optional[str],
+        max_rows: int,
+        deterministic: bool,
     ) -> None:
         self._backend, self._loop, self._token = backend, loop, token
         self._run_folder, self._max_rows, self._deterministic = run_folder.resolve(), max_rows, deterministic
@@ -55,7 +62,9 @@ class Handlers:
         self.last_spoken = time.monotonic()
         self.stop_requested = False
         self.draining = False
-        self.counts = {name: 0 for name in ("infer_requests", "infer_rows", "infer_batches", "train_parts", "train_steps", "failed")}
+        self.counts = dict.fromkeys(
+            ("infer_requests", "infer_rows", "infer_batches", "train_parts", "train_steps", "failed"), 0
+        )
 
     # ---- infer
 
@@ -82,7 +91,9 @@ class Handlers:
         protocol.check_arrays(protocol.INFER, request.data)
         count = len(request.data["tokens"])
         if count > self._max_rows:
-            raise ProtocolError(f"{count} rows exceed the critic job's serving.max_rows={self._max_rows}; lower critic.infer_batch_size")
+            raise ProtocolError(
+                f"{count} rows exceed the critic job's serving.max_rows={self._max_rows}; lower critic.infer_batch_size"
+            )
         protocol.check_rows(request.data, vocab_size=self._vocab_size, max_length=self._max_length)
         self.counts["infer_requests"] += 1
         self.counts["infer_rows"] += count
@@ -125,7 +136,9 @@ class Handlers:
             refused.set_exception(error)
             return refused
 
-    def _answer(self, rows: CriticRows, outcome: "Future[Any]", scoring: "Future[Optional[list[Score]]]") -> CriticAnswer:
+    def _answer(
+        self, rows: CriticRows, outcome: "Future[Any]", scoring: "Future[Optional[list[Score]]]"
+    ) -> CriticAnswer:
         values, bootstrap, scores = outcome.result()
         try:
             verified = scoring.result(SCORING_DEADLINE)
@@ -255,7 +268,9 @@ class Handlers:
             raise ProtocolError(f"folder must be a path, not {folder!r}")
         path = Path(folder).resolve()
         if not path.is_relative_to(self._run_folder):
-            raise ProtocolError(f"{path} is not inside this run's folder {self._run_folder} (run.dir, run.name must be equal in both jobs)")
+            raise ProtocolError(
+                f"{path} is not inside this run's folder {self._run_folder} (run.dir, run.name must be equal in both jobs)"
+            )
         return path
 
     # ---- common
@@ -303,7 +318,7 @@ def _merge(rows: Sequence[CriticRows]) -> CriticRows:
 def _split(call: "Future[Any]", counts: Mapping[int, int]) -> "dict[int, Future[Any]]":
     """A finished call's (values, bootstrap, scores), cut into those of its requests."""
     if call.exception() is not None:
-        return {i: call for i in counts}
+        return dict.fromkeys(counts, call)
     values, bootstrap, scores = call.result()
     pieces: dict[int, Future[Any]] = {}
     start = 0

@@ -33,7 +33,9 @@ class Contract:
             if name not in values and name != "step":
                 raise ProtocolError(f"hello lacks {name}")
             if not isinstance(values.get(name), kinds) or isinstance(values.get(name), bool):
-                raise ProtocolError(f"hello: {name} must be {' or '.join(k.__name__ for k in kinds)}, not {values.get(name)!r}")
+                raise ProtocolError(
+                    f"hello: {name} must be {' or '.join(k.__name__ for k in kinds)}, not {values.get(name)!r}"
+                )
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,7 +60,10 @@ def version_problem(*, actor: int, critic: int) -> Optional[str]:
     if actor == critic:
         return None
     older = "actor" if actor < critic else "critic"
-    return f"the actor job speaks protocol version {actor}, the critic job version {critic}: run both from one release (the {older} job is older)"
+    return (
+        f"the actor job speaks protocol version {actor}, the critic job version {critic}: "
+        f"run both from one release (the {older} job is older)"
+    )
 
 
 def problems(actor: Contract, critic: Contract) -> list[str]:
@@ -88,9 +93,13 @@ def problems(actor: Contract, critic: Contract) -> list[str]:
             f"{critic.reward_kind}: set reward.kind and reward.place alike in both jobs"
         )
     if actor.run_id != critic.run_id:
-        found.append(f"the actor job is run '{actor.run_id}', the critic job serves run '{critic.run_id}': set run.name alike in both jobs")
+        found.append(
+            f"the actor job is run '{actor.run_id}', the critic job serves run '{critic.run_id}': set run.name alike in both jobs"
+        )
     if actor.step is not None and actor.step != critic.step:
-        found.append(f"the actor is at step {actor.step}, the critic at step {critic.step}: restore the pair of step {actor.step}")
+        found.append(
+            f"the actor is at step {actor.step}, the critic at step {critic.step}: restore the pair of step {actor.step}"
+        )
     return found
 
 
@@ -98,4 +107,6 @@ def warnings(actor: Contract, critic: Contract) -> list[str]:
     """Differences that are allowed, but seldom meant."""
     if actor.chat_template == critic.chat_template:
         return []
-    return ["the chat templates of the two jobs' tokenizers differ; the critic sees token ids only, so values are not affected"]
+    return [
+        "the chat templates of the two jobs' tokenizers differ; the critic sees token ids only, so values are not affected"
+    ]

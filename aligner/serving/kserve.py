@@ -9,6 +9,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from typing import Mapping, Optional
 
 import numpy as np
@@ -90,6 +91,7 @@ class Connection:
 
     def __init__(self, host: str, port: int, *, timeout: float) -> None:
         self.host, self.port, self._timeout = host, port, timeout
+        self.deadline = time.monotonic() + timeout
         self._http: Optional[http.client.HTTPConnection] = None
         self._lock = threading.Lock()
         self.cut_reason: Optional[str] = None
@@ -104,7 +106,9 @@ class Connection:
                 except OSError:
                     pass  # closed already
 
-    def exchange(self, method: str, path: str, body: Optional[bytes], headers: Mapping[str, str]) -> tuple[int, bytes, dict[str, str]]:
+    def exchange(
+        self, method: str, path: str, body: Optional[bytes], headers: Mapping[str, str]
+    ) -> tuple[int, bytes, dict[str, str]]:
         """Status, body and headers (names in lower case). Raises OSError where the connection fails; a cut one says why."""
         try:
             connection = http.client.HTTPConnection(self.host, self.port, timeout=min(CONNECT_TIMEOUT, self._timeout))
@@ -125,7 +129,9 @@ class Connection:
         finally:
             connection.close()
 
-    def infer(self, endpoint: Endpoint, arrays: Mapping[str, np.ndarray], headers: Mapping[str, str]) -> dict[str, np.ndarray]:
+    def infer(
+        self, endpoint: Endpoint, arrays: Mapping[str, np.ndarray], headers: Mapping[str, str]
+    ) -> dict[str, np.ndarray]:
         """One call of a served endpoint. Raises RequestFailed where the server refuses it, OSError where it is not reached."""
         body, head_length = request_body(endpoint, arrays)
         sent = {**headers, HEADER_LENGTH: str(head_length), "Content-Type": "application/octet-stream"}
@@ -137,7 +143,9 @@ class Connection:
         try:
             return response_arrays(endpoint, data, int(received[HEADER_LENGTH.lower()]))
         except (ValueError, KeyError, TypeError, struct.error) as error:
-            raise ConnectionError(f"the answer is not one of an aligner {endpoint.name} endpoint ({error!r:.100})") from None
+            raise ConnectionError(
+                f"the answer is not one of an aligner {endpoint.name} endpoint ({error!r:.100})"
+            ) from None
 
     def ready(self) -> bool:
         """Whether the server says that it is ready. Raises OSError where it is not reached."""
@@ -147,6 +155,8 @@ class Connection:
 def _reason(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
-    if isinstance(error, (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)):
+    if isinstance(
+        error, (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)
+    ):
         return "the server closed the connection"
     return str(error) or type(error).__name__

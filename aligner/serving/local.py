@@ -7,11 +7,13 @@ from typing import Any, Callable, Optional
 from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows
 from aligner.serving import protocol
 from aligner.serving.backend import CriticBackend, Refused
-from aligner.serving.parts import TrainLedger, check_batch, digest_of
+from aligner.serving.parts import TrainLedger, check_batch, digest_of, encode_batch
 
 
 class LocalCritic:
     """data/interfaces.Critic by direct calls. Futures are done when they are returned; step ids obey the served critic's rules."""
+
+    address = "in the actor's process"
 
     def __init__(self, backend: CriticBackend) -> None:
         self._backend = backend
@@ -30,7 +32,7 @@ class LocalCritic:
         return _done(lambda: self._train(step, batch))
 
     def _train(self, step: int, batch: CriticBatch) -> dict[str, float]:
-        arrays = protocol.encode_batch(batch)
+        arrays = encode_batch(batch)
         digest = digest_of(arrays)
         stored = self._ledger.check(step, digest)
         if stored is not None:
@@ -59,8 +61,13 @@ class LocalCritic:
     def status(self) -> dict[str, Any]:
         return {**self._backend.status(), "protocol": protocol.VERSION}
 
+    def stop(self) -> None:
+        """Nothing: it ends with this process."""
+
     def close(self) -> None:
-        pass
+        close = getattr(self._backend, "close", None)
+        if close is not None:
+            close()
 
 
 def _done(act: Callable[[], Any]) -> "Future[Any]":

@@ -6,10 +6,13 @@ not strand the others. What cannot be agreed on (a dead peer, ranks left inside 
 import collections
 import logging
 import os
+import re
+import sys
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Callable, NoReturn, Optional
 
 import torch.distributed as dist
@@ -47,7 +50,9 @@ class Work:
 def one_line(error: BaseException, limit: int = 400) -> str:
     """The error as one short line; its class where the message alone says nothing."""
     text = " ".join(str(error).split())
-    named = text if isinstance(error, (Refused, RequestFailed)) and text else f"{type(error).__name__}: {text}"
+    named = (
+        text if isinstance(error, (Refused, RequestFailed, JobFailed)) and text else f"{type(error).__name__}: {text}"
+    )
     return named if len(named) <= limit else named[: limit - 4] + " ..."
 
 
@@ -66,15 +71,23 @@ class FailureBoard:
         return self._store.get(str(number)).decode() if self._store.check([str(number)]) else None
 
 
-def _exit_now(text: str) -> NoReturn:
-    """The main thread hangs in a collective that no peer will join: nothing but the end of the process gets it out."""
-    log.critical("%s", text)
-    logging.shutdown()
-    os._exit(1)
+def lost_rank(error: Exception) -> JobFailed:
+    """A collective of the loop failed: a peer is gone, and the ranks cannot be brought back in step."""
+    text = re.sub(r"^\[\S+\] ", "", one_line(error).removeprefix("RuntimeError: "))  # gloo's source line
+    return JobFailed(f"the critic job lost a rank: {text.split('. ')[0]}")
+
+
+def _own_group(group: Optional[dist.ProcessGroup], timeout: float) -> Optional[dist.ProcessGroup]:
+    """A gloo group of the same ranks that nobody else uses: a rank that failed waits in it while the others are still inside a
+    collective of the backend's, and the two must not be taken for each other."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), backend="gloo")
 
 
 class Loop:
-    """Calls in, one at a time, on every rank. `group`: a gloo group of the job's ranks, None for one rank alone.
+    """Calls in, one at a time, on every rank. `group`: the job's ranks, None for one rank alone. timeout: of its collectives, in
+    seconds; it must exceed the longest call. Made on all ranks at once: it makes a gloo group of its own.
 
     deterministic: where several infer calls wait, the one with the smallest first sample id goes first."""
 
@@ -86,13 +99,16 @@ class Loop:
         heartbeat: float,
         deterministic: bool = False,
         stuck_grace: float = STUCK_GRACE,
-        on_fatal: Callable[[str], NoReturn] = _exit_now,
+        timeout: float = 1800.0,
     ) -> None:
-        self._backend, self._group = backend, group
+        self._backend, self._group = backend, _own_group(group, timeout)
         self._heartbeat, self._deterministic = heartbeat, deterministic
-        self._stuck_grace, self._on_fatal = stuck_grace, on_fatal
-        self._rank = 0 if group is None else dist.get_rank(group)
-        self._board = None if group is None else FailureBoard()
+        self._stuck_grace = stuck_grace
+        self.before_exit: Callable[[], None] = lambda: (
+            None
+        )  # what has to be put in order where the process must be cut short
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
+        self._board = None if self._group is None else FailureBoard()
         self._waiting: collections.deque[Work] = collections.deque()
         self._changed = threading.Condition()
         self._closed: Optional[str] = None
@@ -201,8 +217,19 @@ class Loop:
             if self._running is work:
                 text = f"{failure}; the other ranks did not come out of the call in {self._stuck_grace:.0f} s, so the critic job ends"
                 work.future.set_exception(JobFailed(text))
-                time.sleep(1.0)  # for the answer to be sent
-                self._on_fatal(text)
+                self._exit_now(text)
+
+    def _exit_now(self, text: str) -> NoReturn:
+        """The main thread hangs in a collective that no peer will join: nothing but the end of the process gets it out."""
+        log.critical("%s", text)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        self.close(text)
+        time.sleep(1.0)  # for answers to be sent
+        try:
+            self.before_exit()
+        finally:
+            logging.shutdown()
+            os._exit(1)
 
     # ---- the other ranks
 
@@ -224,7 +251,7 @@ class Loop:
         try:
             call = broadcast_call(call, group=self._group)
         except Exception as error:
-            raise JobFailed(f"the critic job lost a rank: {one_line(error)}") from error
+            raise lost_rank(error) from error
         if call.op not in (Op.NOOP, Op.STOP):
             self._calls += 1
         return call
@@ -253,7 +280,7 @@ class Loop:
             try:
                 dist.all_gather_object(every, mine, group=self._group)
             except Exception as lost:
-                raise JobFailed(f"the critic job lost a rank: {one_line(lost)}") from lost
+                raise lost_rank(lost) from lost
         failed = [(rank, *e) for rank, e in enumerate(every) if e is not None]
         if not failed:
             return None

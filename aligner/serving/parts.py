@@ -5,12 +5,37 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import numpy as np
+import torch
 
 from aligner.data.batch import CriticBatch
 from aligner.serving import protocol
 from aligner.serving.protocol import Arrays, ProtocolError
 
 BATCH_FIELDS = ("tokens", "lengths", "mask", "values", "returns", "sample_ids")
+
+
+def encode_batch(batch: CriticBatch) -> dict[str, np.ndarray]:
+    """CriticBatch [B, S] -> the batch arrays of TRAIN, not yet split."""
+    return {
+        "tokens": protocol.int32_array(batch.tokens, "tokens"),
+        "lengths": protocol.int32_array(batch.lengths, "lengths"),
+        "mask": np.ascontiguousarray(batch.mask.numpy(), np.bool_),
+        "values": np.ascontiguousarray(batch.values.numpy(), np.float32),
+        "returns": np.ascontiguousarray(batch.returns.numpy(), np.float32),
+        "sample_ids": batch.sample_ids.numpy().astype(np.int64),
+    }
+
+
+def decode_batch(arrays: Arrays) -> CriticBatch:
+    """Batch arrays of TRAIN -> CriticBatch [B, S], int64 ids."""
+    return CriticBatch(
+        tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
+        lengths=torch.from_numpy(arrays["lengths"].astype(np.int64)),
+        mask=torch.from_numpy(arrays["mask"].astype(np.bool_)),
+        values=torch.from_numpy(arrays["values"].astype(np.float32)),
+        returns=torch.from_numpy(arrays["returns"].astype(np.float32)),
+        sample_ids=torch.from_numpy(arrays["sample_ids"].astype(np.int64)),
+    )
 
 
 def digest_of(batch: Arrays) -> str:
@@ -46,12 +71,16 @@ def check_batch(batch: Arrays, *, vocab_size: Optional[int] = None, max_length: 
         if bad.any():
             row, at = np.argwhere(bad)[0]
             sample = batch["sample_ids"][row]
-            raise ProtocolError(f"train: {name} is {batch[name][row, at]} at token {at} of sample {sample}, under a True mask")
+            raise ProtocolError(
+                f"train: {name} is {batch[name][row, at]} at token {at} of sample {sample}, under a True mask"
+            )
 
 
-def split(batch: CriticBatch, *, step: int, run_id: str, max_bytes: int = protocol.MAX_PART_BYTES) -> list[dict[str, np.ndarray]]:
+def split(
+    batch: CriticBatch, *, step: int, run_id: str, max_bytes: int = protocol.MAX_PART_BYTES
+) -> list[dict[str, np.ndarray]]:
     """The requests, each of at most max_bytes, that carry one step's batch. Raises ProtocolError."""
-    arrays = protocol.encode_batch(batch)
+    arrays = encode_batch(batch)
     check_batch(arrays)
     rows = len(arrays["lengths"])
     per_row = sum(a.nbytes for a in arrays.values()) / rows
@@ -60,7 +89,9 @@ def split(batch: CriticBatch, *, step: int, run_id: str, max_bytes: int = protoc
         raise ProtocolError(f"train: one row of {per_row:.0f} bytes does not fit in a part of {max_bytes} bytes")
     starts = range(0, rows, rows_per_part)
     if len(starts) > protocol.MAX_PARTS:
-        raise ProtocolError(f"train: {len(starts)} parts of {max_bytes} bytes exceed the limit of {protocol.MAX_PARTS} parts")
+        raise ProtocolError(
+            f"train: {len(starts)} parts of {max_bytes} bytes exceed the limit of {protocol.MAX_PARTS} parts"
+        )
     digest = digest_of(arrays)
     requests = [
         {
@@ -107,7 +138,9 @@ class TrainLedger:
 
     Not thread-safe: the server has one thread for train requests. `step` is the last step applied."""
 
-    def __init__(self, *, step: int, run_id: str, vocab_size: Optional[int] = None, max_length: Optional[int] = None) -> None:
+    def __init__(
+        self, *, step: int, run_id: str, vocab_size: Optional[int] = None, max_length: Optional[int] = None
+    ) -> None:
         self.step, self.run_id = step, run_id
         self.vocab_size, self.max_length = vocab_size, max_length
         self.undefined: Optional[str] = None  # why the weights are no longer those of a step
@@ -127,7 +160,9 @@ class TrainLedger:
             return None
         if step == self.step and self._answer is not None:
             if digest != self._digest:
-                raise ProtocolError(f"step {step} was already trained with another batch; a step id names one batch only")
+                raise ProtocolError(
+                    f"step {step} was already trained with another batch; a step id names one batch only"
+                )
             return Stored(self._answer)
         rule = "is from the past" if step <= self.step else "leaves a gap"
         raise ProtocolError(
@@ -141,7 +176,9 @@ class TrainLedger:
         step, part, parts = (int(request[k][0]) for k in ("step", "part", "parts"))
         run_id, digest = protocol.text_of(request["run_id"][0]), protocol.text_of(request["digest"][0])
         if run_id != self.run_id:
-            raise ProtocolError(f"train request of run '{run_id}', but this critic job serves run '{self.run_id}' (run.name)")
+            raise ProtocolError(
+                f"train request of run '{run_id}', but this critic job serves run '{self.run_id}' (run.name)"
+            )
         if not 0 <= part < parts <= protocol.MAX_PARTS:
             raise ProtocolError(f"step {step}: part {part} of {parts} is not within [0, {protocol.MAX_PARTS}]")
         stored = self.check(step, digest)
@@ -149,7 +186,8 @@ class TrainLedger:
             return stored
         if self._arriving != (digest, parts):  # another batch: an actor that came back sends its step anew
             self._arriving, self._parts = (digest, parts), {}
-        self._parts[part] = {name: request[name] for name in BATCH_FIELDS}
+        # copied: the server's arrays lie in shared memory that the next request overwrites
+        self._parts[part] = {name: np.array(request[name]) for name in BATCH_FIELDS}
         if len(self._parts) < parts:
             return Incomplete(len(self._parts), parts)
         return self._whole(step, digest)
@@ -161,9 +199,11 @@ class TrainLedger:
             raise ProtocolError(f"step {step}: parts disagree on the number of columns")
         batch = {name: np.concatenate([p[name] for p in ordered]) for name in BATCH_FIELDS}
         if digest_of(batch) != digest:
-            raise ProtocolError(f"step {step}: the parts do not add up to the batch that was announced (sha256 differs); send it again")
+            raise ProtocolError(
+                f"step {step}: the parts do not add up to the batch that was announced (sha256 differs); send it again"
+            )
         check_batch(batch, vocab_size=self.vocab_size, max_length=self.max_length)
-        return Whole(step, digest, protocol.decode_batch(batch))
+        return Whole(step, digest, decode_batch(batch))
 
     def applied(self, step: int, answer: dict[str, Any], *, digest: str) -> None:
         """The batch with this digest was applied as `step`, and answered so."""

@@ -11,7 +11,7 @@ from typing import Any, Mapping, Optional
 import numpy as np
 import torch
 
-from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows, Score
+from aligner.data.batch import CriticAnswer, CriticRows, Score
 
 VERSION = 1
 MAX_PART_BYTES = 16 * 1000 * 1000  # HTTP throughput into Triton peaks near 16 MB a request
@@ -77,7 +77,9 @@ TRAIN = Endpoint(
         Field("part", np.int32, (1,)),
         Field("parts", np.int32, (1,)),
         Field("run_id", bytes, (1,)),
-        Field("digest", bytes, (1,)),  # sha256 of the whole batch: parts of two different batches are never put together
+        Field(
+            "digest", bytes, (1,)
+        ),  # sha256 of the whole batch: parts of two different batches are never put together
         Field("tokens", np.int32, (-1, -1)),
         Field("lengths", np.int32, (-1,)),
         Field("mask", np.bool_, (-1, -1)),
@@ -149,7 +151,9 @@ def _check_field(endpoint: Endpoint, field: Field, array: np.ndarray) -> None:
     shape = array.shape[1:] if endpoint.batched else array.shape
     fits = len(shape) == len(field.shape) and all(w in (-1, n) and n > 0 for n, w in zip(shape, field.shape))
     if not fits:
-        raise ProtocolError(f"{endpoint.name}: {field.name} must have shape {field.shape} with no empty dimension, not {shape}")
+        raise ProtocolError(
+            f"{endpoint.name}: {field.name} must have shape {field.shape} with no empty dimension, not {shape}"
+        )
 
 
 def _nbytes(array: np.ndarray) -> int:
@@ -172,11 +176,11 @@ def encode_rows(rows: CriticRows) -> dict[str, np.ndarray]:
     if not longest:
         raise ProtocolError("an inference request needs at least one row with at least one token")
     tokens = np.zeros((len(rows.lengths), length_bucket(longest)), np.int32)
-    tokens[:, :longest] = _int32(rows.tokens[:, :longest], "tokens")
+    tokens[:, :longest] = int32_array(rows.tokens[:, :longest], "tokens")
     arrays = {
         "tokens": tokens,
-        "length": _int32(rows.lengths, "length")[:, None],
-        "prompt_length": _int32(rows.prompt_lengths, "prompt_length")[:, None],
+        "length": int32_array(rows.lengths, "length")[:, None],
+        "prompt_length": int32_array(rows.prompt_lengths, "prompt_length")[:, None],
         "sample_id": rows.sample_ids.numpy().astype(np.int64)[:, None],
         "truncated": rows.truncated.numpy().astype(np.bool_)[:, None],
         "want_values": np.full((len(rows.lengths), 1), rows.values, np.bool_),
@@ -187,7 +191,8 @@ def encode_rows(rows: CriticRows) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _int32(x: torch.Tensor, what: str) -> np.ndarray:
+def int32_array(x: torch.Tensor, what: str) -> np.ndarray:
+    """Raises ProtocolError where `x`, called `what`, holds what int32 cannot or what is negative."""
     if x.numel() and (int(x.min()) < 0 or int(x.max()) > np.iinfo(np.int32).max):
         raise ProtocolError(f"{what} must be within int32 and not negative, but spans {int(x.min())} to {int(x.max())}")
     return x.numpy().astype(np.int32)
@@ -270,30 +275,3 @@ def decode_answer(arrays: Arrays, *, width: int) -> CriticAnswer:
             for v, p, failure in zip(arrays["score"][:, 0], arrays["parts"][:, 0], failures)
         ]
     return CriticAnswer(values, torch.from_numpy(arrays["bootstrap"][:, 0].copy()), scores)
-
-
-# ---- train
-
-
-def encode_batch(batch: CriticBatch) -> dict[str, np.ndarray]:
-    """CriticBatch [B, S] -> the batch arrays of TRAIN, not yet split."""
-    return {
-        "tokens": _int32(batch.tokens, "tokens"),
-        "lengths": _int32(batch.lengths, "lengths"),
-        "mask": np.ascontiguousarray(batch.mask.numpy(), np.bool_),
-        "values": np.ascontiguousarray(batch.values.numpy(), np.float32),
-        "returns": np.ascontiguousarray(batch.returns.numpy(), np.float32),
-        "sample_ids": batch.sample_ids.numpy().astype(np.int64),
-    }
-
-
-def decode_batch(arrays: Arrays) -> CriticBatch:
-    """Batch arrays of TRAIN -> CriticBatch [B, S], int64 ids."""
-    return CriticBatch(
-        tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
-        lengths=torch.from_numpy(arrays["lengths"].astype(np.int64)),
-        mask=torch.from_numpy(arrays["mask"].astype(np.bool_)),
-        values=torch.from_numpy(arrays["values"].astype(np.float32)),
-        returns=torch.from_numpy(arrays["returns"].astype(np.float32)),
-        sample_ids=torch.from_numpy(arrays["sample_ids"].astype(np.int64)),
-    )

@@ -14,7 +14,7 @@ from aligner.serving import access
 from aligner.serving.backend import CriticBackend
 from aligner.serving.endpoint import EndpointInfo, remove_endpoint, write_endpoint
 from aligner.serving.handlers import Handlers
-from aligner.serving.loop import JobFailed, Loop
+from aligner.serving.loop import STUCK_GRACE, JobFailed, Loop
 from aligner.serving.triton_server import TritonServer
 
 log = logging.getLogger(__name__)
@@ -49,13 +49,26 @@ def serve(
     should_stop: Callable[[], bool] = lambda: False,
     grid: str = "",
     on_ready: Callable[[EndpointInfo], None] = lambda info: None,
+    stuck_grace: float = STUCK_GRACE,
+    timeout: float = 1800.0,
 ) -> str:
     """Serve until told to stop (should_stop, polled; the actor's stop; idle_timeout); returns the reason. Called on every rank.
 
-    group: a gloo group of all ranks (None: one rank); rank 0 of it serves. should_stop is asked on rank 0 alone: the others leave
-    when it does, so they must ignore SIGTERM and SIGINT. Raises ValueError for settings that cannot be served, JobFailed (on
-    every rank) where the ranks cannot be kept in step or Triton died; exit at once then, a peer may be stuck."""
-    loop = Loop(backend, group=group, heartbeat=config.heartbeat, deterministic=config.deterministic)
+    group: all ranks of the job (None: one rank); rank 0 of it serves. timeout: of the loop's own collectives (parallel.timeout).
+    should_stop is asked on rank 0 alone: the others leave when it does, so SIGTERM and SIGINT must not end them. stuck_grace:
+    seconds that the other ranks have to end a call in which one raised; after that the process ends, for they wait inside a
+    collective that the failed rank left.
+
+    Raises ValueError for settings that cannot be served; JobFailed (on every rank) where the ranks cannot be kept in step or
+    Triton died: exit at once then, without collectives."""
+    loop = Loop(
+        backend,
+        group=group,
+        heartbeat=config.heartbeat,
+        deterministic=config.deterministic,
+        stuck_grace=stuck_grace,
+        timeout=timeout,
+    )
     if group is not None and dist.get_rank(group) != 0:
         loop.follow()
         return "rank 0 ended"
@@ -112,6 +125,12 @@ def _serve_rank0(
         job_id=os.environ.get("SLURM_JOB_ID"),
         token_file=None if token_file is None else str(token_file.resolve()),
     )
+
+    def leave() -> None:
+        remove_endpoint(place.endpoint_file, info)
+        triton.stop()
+
+    loop.before_exit = leave
     try:
         write_endpoint(place.endpoint_file, info)
         log.info("serving run %s at %s", info.run_id, info.address)
@@ -120,8 +139,7 @@ def _serve_rank0(
         return loop.run(_reasons_to_end(handlers, loop, triton, should_stop, config.idle_timeout))
     finally:
         loop.close("it has ended")
-        remove_endpoint(place.endpoint_file, info)
-        triton.stop()
+        leave()
 
 
 def _reasons_to_end(

@@ -26,7 +26,9 @@ def fetch_status(host: str, port: int, *, token: Optional[str]) -> dict[str, Any
 def main(argv: Optional[list[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m aligner.serving.status", description=__doc__)
     parser.add_argument("address", help="HOST:PORT, or an endpoint file (runs/NAME/endpoints/critic.json)")
-    parser.add_argument("--token_file", type=Path, help="file with the access token, where the endpoint file names none")
+    parser.add_argument(
+        "--token_file", type=Path, help="file with the access token, where the endpoint file names none"
+    )
     arguments = parser.parse_args(argv)
     try:
         file = Path(arguments.address)

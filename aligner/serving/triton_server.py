@@ -49,7 +49,9 @@ def check_port_free(address: str, port: int, *, key: str) -> None:
         try:
             probe.bind((address, port))
         except OSError as error:
-            raise ValueError(f"{key}={port} cannot be bound on {address} ({error.strerror}); set it to 0 to take a free port") from None
+            raise ValueError(
+                f"{key}={port} cannot be bound on {address} ({error.strerror}); set it to 0 to take a free port"
+            ) from None
 
 
 def remove_leftovers() -> None:
@@ -82,7 +84,13 @@ class TritonServer:
             check_port_free(address, port, key="serving.port")
         remove_leftovers()
         self.log_file = log_file
-        self._settings = dict(handlers=handlers, address=address, token=token, max_rows=max_rows, queue_delay_us=queue_delay_us)
+        self._settings = {
+            "handlers": handlers,
+            "address": address,
+            "token": token,
+            "max_rows": max_rows,
+            "queue_delay_us": queue_delay_us,
+        }
         log_file.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self.port = port or free_port(address)
@@ -94,13 +102,14 @@ class TritonServer:
                 self.stop()
                 clash = "in use" in _tail(log_file)
                 if port or not clash or attempt == PORT_ATTEMPTS:
-                    raise RuntimeError(f"Triton did not start on {address}:{self.port} ({error}); its log is {log_file}") from error
+                    raise RuntimeError(
+                        f"Triton did not start on {address}:{self.port} ({error}); its log is {log_file}"
+                    ) from error
                 log.warning("port %d was taken before Triton bound it; trying another", self.port)
 
     def _start(self) -> None:
-        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
-
         import sh
+        from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
         # without it torchrun's killpg on SIGTERM takes Triton's helpers too, and requests in flight are lost
         sh.Command._call_args["new_group"] = True
