@@ -90,7 +90,7 @@ class TrainableModel:
 
     def save(self, folder: Path, *, extra: Mapping[str, Any]) -> None:
         """Weights, optimizer and trainer_state.json (step_count and `extra`, plain JSON values) under `folder`."""
-        save_weights(self.plain_chunks, self.shape, self.topology, folder)
+        save_weights(self.plain_chunks, self.shape, self.topology, folder, tokenizer_from=self.source)
         state = {"step_count": self.step_count, "extra": dict(extra)}
         save_training(folder, self.plain_chunks, self.optimizer, state, self.topology)
 
