@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Callable, Iterator, NoReturn, Optional
@@ -12,6 +13,7 @@ from typing import Callable, Iterator, NoReturn, Optional
 from aligner.runtime.exit_codes import ExitCode
 
 PACKAGE = Path(__file__).resolve().parents[1]
+PATIENCE = 2.0  # seconds
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # torch's zip writer reports a full disk as a RuntimeError without an errno
 DISK_TEXTS = ("no space left on device", "disk quota exceeded", "file too large", "pytorchstreamwriter failed")
@@ -123,6 +125,8 @@ def report_error(error: BaseException, *, rank: int) -> ExitCode:
         where = f"[rank {rank}] " if rank else ""
         hint = f"\n(traceback: {log_files()[0]})" if code is ExitCode.FAULT else ""
         print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(PATIENCE)  # a launcher ends the job with the first rank that does: let rank 0 speak
     return code
 
 

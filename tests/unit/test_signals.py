@@ -144,6 +144,15 @@ def test_every_rank_names_itself_but_a_config_error_is_said_once(tmp_path):
     assert (silent.returncode, silent.stderr) == (2, "")
 
 
+def test_under_torchrun_the_sentence_and_the_code_survive(tmp_path):
+    """Both ranks meet the same ConfigError; torchrun's own traceback and exit code 1 do not cover it."""
+    (tmp_path / "job.py").write_text(MAIN.format(body="raise ConfigError('a.b must be positive')"))
+    words = ["-m", "aligner.runtime.torchrun", "--standalone", "--nproc-per-node", "2", "job.py"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: the configuration has a problem: a.b must be positive\n"
+
+
 def test_classes_of_errors():
     for cls in (ConfigError, ContractError, StorageError):
         assert issubclass(cls, UserError)
