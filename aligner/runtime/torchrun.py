@@ -9,7 +9,7 @@ from aligner.runtime.exit_codes import ExitCode
 
 
 def main(argv: list[str]) -> int:
-    """Takes torchrun's own arguments. Returns the exit code of the rank that failed first (1 where a signal killed it); 0 where none did."""
+    """Takes torchrun's own arguments. Returns the exit code of the rank that failed first, 1 where a signal killed it, 0 where none did."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
