@@ -1,0 +1,90 @@
+"""What every engine has in common: the limits of its build, and the state of its weights."""
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Iterator, Optional
+
+from aligner.data.batch import Request
+
+SHOWN = 5  # problems that an error spells out
+
+
+@dataclass(frozen=True)
+class BuildLimits:
+    """The shapes that are fixed at build. Lengths in tokens, max_batch_size in sequences decoded at once."""
+
+    max_batch_size: int
+    max_input_len: int
+    max_output_len: int
+    vocab_size: int
+
+    def __post_init__(self):
+        for key in ("max_batch_size", "max_input_len", "max_output_len"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"engine.{key}={getattr(self, key)} must be at least 1")
+
+    def check_context(self, max_position_embeddings: int) -> None:
+        """ValueError where the longest sequence of the build has positions that the model does not know."""
+        longest = self.max_input_len + self.max_output_len
+        if longest > max_position_embeddings:
+            raise ValueError(
+                f"engine.max_input_len={self.max_input_len} + engine.max_output_len={self.max_output_len} = {longest} exceeds "
+                f"the model's max_position_embeddings={max_position_embeddings}; lower either"
+            )
+
+    def check(self, requests: list[Request]) -> None:
+        """ValueError that lists what the build cannot serve; nothing was taken on then."""
+        problems = [f"sample_id {r.sample_id}: {problem}" for r in requests for problem in self._problems(r)]
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ValueError(f"{len(requests)} requests refused: " + "; ".join(problems[:SHOWN]) + more)
+
+    def _problems(self, request: Request) -> Iterator[str]:
+        prompt, limit = len(request.prompt_ids), request.max_output_len
+        if not 1 <= prompt <= self.max_input_len:
+            yield f"its prompt has {prompt} tokens, the engine was built for 1 to engine.max_input_len={self.max_input_len}"
+        if not 1 <= limit <= self.max_output_len:
+            yield f"max_output_len={limit}, the engine was built for 1 to engine.max_output_len={self.max_output_len}"
+        for kind, ids in (("prompt", request.prompt_ids), ("stop", request.stop_token_ids)):
+            foreign = [
+                token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < self.vocab_size
+            ]
+            if foreign:
+                yield f"{kind} token id {foreign[0]} is outside the vocabulary of {self.vocab_size}"
+        if not (request.temperature >= 0 and math.isfinite(request.temperature)):
+            yield f"temperature={request.temperature} must be finite and at least 0 (0 is greedy)"
+        for name, value, bits in (
+            ("sample_id", request.sample_id, 63),
+            ("seed", request.seed, 64),
+            ("stream", request.stream, 32),
+        ):
+            if not 0 <= value < 2**bits:
+                yield f"{name}={value} must be from 0 to 2**{bits} - 1"
+
+
+class WeightState:
+    """Which weights an engine holds, and whether it may be used: a refit that failed poisons it until a whole one succeeds."""
+
+    def __init__(self):
+        self.version = -1
+        self.blocked: Optional[str] = "it holds no weights yet"
+
+    def require_usable(self, action: str) -> None:
+        """RuntimeError where the weights are not whole."""
+        if self.blocked is not None:
+            raise RuntimeError(f"the engine cannot {action}: {self.blocked}; refit it with every tensor first")
+
+    def block(self, reason: str) -> None:
+        self.blocked = reason
+
+    @contextmanager
+    def refitting(self, version: int) -> Iterator[None]:
+        """Poisoned from the first byte; usable with `version` only where the block ends without an error."""
+        self.blocked = f"the refit to weight version {version} did not finish"
+        try:
+            yield
+        except Exception as error:
+            self.blocked = f"the refit to weight version {version} failed ({error})"
+            raise
+        self.version, self.blocked = version, None
