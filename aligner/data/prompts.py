@@ -48,7 +48,9 @@ def _record(line: bytes, origin: str) -> PromptRecord:
     given = [key for key in ("prompt", "messages") if key in value]
     if len(given) != 1:
         keys = ", ".join(value) or "none"
-        raise ValueError(f"needs exactly one of `prompt` and `messages`, has {' and '.join(given) or 'neither'} (keys: {keys})")
+        raise ValueError(
+            f"needs exactly one of `prompt` and `messages`, has {' and '.join(given) or 'neither'} (keys: {keys})"
+        )
     if "task" in value:
         raise ValueError("the key `task` is reserved for reasoning-gym problems (data.task); name it otherwise")
     prompt = messages = None
@@ -93,7 +95,15 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    names = {
+        dict: "object",
+        list: "array",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        type(None): "null",
+    }
     return names[type(value)]
 
 
@@ -111,7 +121,9 @@ def _text(value: Any, name: str, *, may_be_empty: bool = False) -> str:
 
 def _messages(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"`messages` is {'empty' if value == [] else 'a JSON ' + _kind(value)}, not a list of messages")
+        raise ValueError(
+            f"`messages` is {'empty' if value == [] else 'a JSON ' + _kind(value)}, not a list of messages"
+        )
     messages = [_message(item, f"messages[{at}]") for at, item in enumerate(value)]
     roles = [m["role"] for m in messages]
     if "system" in roles[1:]:

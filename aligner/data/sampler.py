@@ -21,6 +21,8 @@ class PromptSampler:
         if self._kept[0] != epoch:
             order = list(range(self.n))
             if self.shuffle:
-                random.Random(f"{self.seed}:{epoch}").shuffle(order)  # a string seed is hashed by sha512: stable everywhere
+                random.Random(f"{self.seed}:{epoch}").shuffle(
+                    order
+                )  # a string seed is hashed by sha512: stable everywhere
             self._kept = (epoch, order)
         return self._kept[1]

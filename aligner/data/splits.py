@@ -31,13 +31,18 @@ def fill_template(template: str, placeholders: dict[str, str]) -> str:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"data.template={template!r} is malformed ({error}); a literal brace is written twice") from error
+        raise ValueError(
+            f"data.template={template!r} is malformed ({error}); a literal brace is written twice"
+        ) from error
     named = [part for part in parts if part[1] is not None]
     if not named:
-        raise ValueError(f"data.template={template!r} names no placeholder, so that all prompts would be equal; it may use {available}")
+        raise ValueError(
+            f"data.template={template!r} names no placeholder, so that all prompts would be equal; it may use {available}"
+        )
     for _, name, spec, conversion in named:
         if name not in placeholders or spec or conversion:
-            raise ValueError(f"data.template={template!r} uses {{{name}}}{' with a format' if spec or conversion else ''}; it may use {available}")
+            how = " with a format" if spec or conversion else ""
+            raise ValueError(f"data.template={template!r} uses {{{name}}}{how}; it may use {available}")
     return "".join(text + (placeholders[name] if name is not None else "") for text, name, _, _ in parts)
 
 
@@ -95,9 +100,13 @@ def limit_length(samples: list[Sample], *, overlong: Overlong, max_input_len: in
             "raise it, or set data.overlong to drop or truncate"
         )
     if overlong is Overlong.drop:
-        log.warning("dropped %d of %d prompts longer than engine.max_input_len=%d", len(long), len(samples), max_input_len)
+        log.warning(
+            "dropped %d of %d prompts longer than engine.max_input_len=%d", len(long), len(samples), max_input_len
+        )
         return Limited([s for s in samples if len(s.prompt_ids) <= max_input_len], dropped=len(long))
-    log.warning("cut %d of %d prompts to their last %d tokens (engine.max_input_len)", len(long), len(samples), max_input_len)
+    log.warning(
+        "cut %d of %d prompts to their last %d tokens (engine.max_input_len)", len(long), len(samples), max_input_len
+    )
     return Limited([_cut(s, max_input_len, tokenizer) for s in samples], truncated=len(long))
 
 
@@ -124,5 +133,7 @@ def load_splits(data: DataConfig, *, seed: int, tokenizer: Tokenizer, max_input_
         limit_length(side, overlong=data.overlong, max_input_len=max_input_len, tokenizer=tokenizer) for side in sides
     )
     if not train.samples:
-        raise ValueError(f"all {train.dropped} prompts are longer than engine.max_input_len={max_input_len} tokens: raise it")
+        raise ValueError(
+            f"all {train.dropped} prompts are longer than engine.max_input_len={max_input_len} tokens: raise it"
+        )
     return train, held

@@ -1,15 +1,24 @@
 """reasoning-gym tasks as prompts: distinct problems, split into train and held-out by the hash of their key.
 
-A problem is known by (task, config, seed, index): a scorer regenerates it from those. reasoning_gym takes 3 s to import, so it is
-imported inside functions."""
+A problem is known by (task, config, seed, index): a scorer regenerates it from those. Some tasks walk over sets, so that what they
+generate depends on Python's hash seed: they are drawn, as they are scored, in a process whose hash seed is fixed. reasoning_gym takes
+3 s to import, so it is imported inside functions."""
 
 import difflib
 import hashlib
+import json
+import os
 import re
-from dataclasses import dataclass, fields
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 WIRE_FIELDS = ("task", "config", "seed", "index", "digest")
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+DRAW_TIMEOUT = 900.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,9 @@ def create_dataset(task: str, config: dict[str, Any], seed: int):
 
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, 3)
-        raise ValueError(f"data.task={task} is no reasoning-gym task; the nearest names are {', '.join(near) or 'none'}")
+        raise ValueError(
+            f"data.task={task} is no reasoning-gym task; the nearest names are {', '.join(near) or 'none'}"
+        )
     known = [f.name for f in fields(DATASETS[task][1]) if f.name not in ("seed", "size")]
     if unknown := sorted(set(config) - {*known, "size"}):
         raise ValueError(f"data.task_config: {task} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
@@ -62,7 +73,9 @@ def operands(question: str) -> str:
     """The unordered numbers of a problem, without signs: a + b, b + a and a - b share one key, for they teach each other."""
     numbers = re.findall(r"[0-9]+(?:\.[0-9]+)?", question)
     if not numbers:
-        raise ValueError(f"data.task_key=operands needs numbers in the question, but there are none in {question!r}; use question")
+        raise ValueError(
+            f"data.task_key=operands needs numbers in the question, but there are none in {question!r}; use question"
+        )
     return " ".join(sorted(numbers))
 
 
@@ -73,9 +86,32 @@ def held_out(key: str, holdout: float) -> bool:
 
 
 def draw_problems(task: str, config: dict[str, Any], *, size: int, seed: int, key: str) -> list[Problem]:
-    """The distinct problems among `size` draws, in the order in which they first come up.
+    """The distinct problems among `size` draws, in the order in which they first come up; the same in every process and on every rank.
 
-    key: "question" or "operands" (of the expression where the task has one)."""
+    key: "question" or "operands" (of the expression where the task has one). Raises ValueError for settings that the task refuses."""
+    asked = json.dumps({"task": task, "config": config, "size": size, "seed": seed, "key": key})
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    try:
+        drawn = subprocess.run(
+            [sys.executable, "-m", "aligner.data.tasks"],
+            input=asked,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=DRAW_TIMEOUT,
+            env={**os.environ, **HASH_SEED, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{size} draws of {task} took longer than {DRAW_TIMEOUT:g} s: lower data.task_size") from error
+    if drawn.returncode:
+        raise RuntimeError(f"drawing {task} ended with exit code {drawn.returncode}; its traceback is above")
+    answer = json.loads(drawn.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return [Problem(**problem) for problem in answer["problems"]]
+
+
+def draw_here(task: str, config: dict[str, Any], *, size: int, seed: int, key: str) -> list[Problem]:
+    """What draw_problems does, in this process and with its hash seed."""
     if key not in ("question", "operands"):
         raise ValueError(f"data.task_key={key} is neither question nor operands")
     if reserved := sorted({"seed", "size"} & set(config)):
@@ -110,3 +146,16 @@ def split_problems(problems: list[Problem], holdout: float) -> tuple[list[Proble
             "raise data.task_size, or change data.task_key or data.holdout"
         )
     return train, held
+
+
+def main() -> None:
+    """Settings of draw_here as JSON on stdin; on the last line of stdout {"problems"} or {"error"}."""
+    try:
+        answer: dict[str, Any] = {"problems": [asdict(p) for p in draw_here(**json.load(sys.stdin))]}
+    except ValueError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

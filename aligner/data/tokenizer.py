@@ -30,7 +30,9 @@ class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not (self.folder / "tokenizer.json").is_file():
-            raise ValueError(f"{self.folder} has no tokenizer.json: a checkpoint needs a fast tokenizer in its tokenizer/ folder")
+            raise ValueError(
+                f"{self.folder} has no tokenizer.json: a checkpoint needs a fast tokenizer in its tokenizer/ folder"
+            )
         from transformers import PreTrainedTokenizerFast  # 3 s of import that only those who read a tokenizer pay
 
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(self.folder), local_files_only=True)
@@ -58,7 +60,9 @@ class Tokenizer:
         if not ends:
             raise ValueError(f"{self.folder} names no end token: set eos_token in tokenizer_config.json")
         if ends[-1] >= self.vocab_size:
-            raise ValueError(f"{self.folder}: end token id {ends[-1]} is not below the vocabulary size {self.vocab_size}")
+            raise ValueError(
+                f"{self.folder}: end token id {ends[-1]} is not below the vocabulary size {self.vocab_size}"
+            )
         return ends
 
     def encode(self, text: str) -> list[int]:
@@ -78,11 +82,15 @@ class Tokenizer:
         decides about a BOS. Raises ValueError where there is no template or it refuses the messages."""
         template = self._tokenizer.chat_template
         if not template:
-            raise ValueError(f"{self.folder} has no chat template: set data.chat=false, or add one to tokenizer_config.json")
+            raise ValueError(
+                f"{self.folder} has no chat template: set data.chat=false, or add one to tokenizer_config.json"
+            )
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         try:
-            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
         except Exception as error:  # jinja2's, of many kinds: a template raises for roles that it does not know
             roles = [message["role"] for message in messages]
             raise ValueError(f"the chat template of {self.folder} refuses roles {roles}: {error}") from error
@@ -93,7 +101,13 @@ class Tokenizer:
     def _special_ids(self) -> dict[str, Any]:
         t = self._tokenizer
         added = sorted(i for i, token in t.added_tokens_decoder.items() if token.special)
-        return {"bos": t.bos_token_id, "eos": t.eos_token_id, "pad": t.pad_token_id, "unk": t.unk_token_id, "special": added}
+        return {
+            "bos": t.bos_token_id,
+            "eos": t.eos_token_id,
+            "pad": t.pad_token_id,
+            "unk": t.unk_token_id,
+            "special": added,
+        }
 
     def fingerprint(self) -> str:
         """sha256 (hex) of the sorted vocabulary, the special ids and the encodings of eight fixed strings."""

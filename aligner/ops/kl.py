@@ -16,7 +16,9 @@ def kl_per_token(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEsti
     logprobs, reference_logprobs: the same shape. With d = logprobs - reference_logprobs: k1 = d (unbiased), abs = |d| (an upper
     bias), k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased, never negative). In a reward only the value counts; as a loss the gradient
     of k1 is 0 in expectation."""
-    assert logprobs.shape == reference_logprobs.shape, f"{tuple(logprobs.shape)} against {tuple(reference_logprobs.shape)}"
+    assert logprobs.shape == reference_logprobs.shape, (
+        f"{tuple(logprobs.shape)} against {tuple(reference_logprobs.shape)}"
+    )
     delta = logprobs.float() - reference_logprobs.float()
     if estimator is KLEstimator.k1:
         return delta

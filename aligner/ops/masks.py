@@ -8,7 +8,9 @@ def same_shapes(mask: Tensor, **tensors: Tensor) -> None:
     """Assert that mask is bool and that every tensor has its shape: [B] against [B, 1] would broadcast silently to [B, B]."""
     assert mask.dtype == torch.bool, f"mask must be bool, is {mask.dtype}"
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-    assert all(shape == tuple(mask.shape) for shape in shapes.values()), f"shapes differ: mask {tuple(mask.shape)}, {shapes}"
+    assert all(shape == tuple(mask.shape) for shape in shapes.values()), (
+        f"shapes differ: mask {tuple(mask.shape)}, {shapes}"
+    )
 
 
 def clean(x: Tensor, mask: Tensor, name: str = "tensor") -> Tensor:

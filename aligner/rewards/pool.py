@@ -3,6 +3,7 @@
 One thread a process starts it, feeds it and kills it. That thread must live as long as its process: the kernel's signal at a
 parent's death is sent when the thread that started the child ends."""
 
+import contextlib
 import json
 import os
 import queue
@@ -17,11 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from aligner.data.batch import Score
+from aligner.data.tasks import HASH_SEED
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 # Nothing else of the environment reaches a verifier: a token in it would be at the mercy of the user's function.
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "TZ")
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
+REASONS = {
+    signal.SIGXCPU: " (out of CPU time)",
+    signal.SIGKILL: " (perhaps for memory)",
+    signal.SIGXFSZ: " (file too large)",
+}
 MAX_REPLY = 1 << 20
 MAX_FAILED_STARTS = 3
 
@@ -41,7 +48,7 @@ class WorkerProcess:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**passed, **ONE_THREAD, "PYTHONPATH": path},
+            env={**passed, **ONE_THREAD, **HASH_SEED, "PYTHONPATH": path},
             bufsize=0,
             start_new_session=True,  # a Ctrl-C is the parent's affair, and what a function starts can be killed with it
         )
@@ -95,15 +102,12 @@ class WorkerProcess:
             return "it closed its pipe"
         if code >= 0:
             return f"its process ended with exit code {code}"
-        reasons = {signal.SIGXCPU: " (out of CPU time)", signal.SIGKILL: " (killed, perhaps for memory)", signal.SIGXFSZ: " (file too large)"}
-        return f"its process died of {signal.Signals(-code).name}{reasons.get(-code, '')}"
+        return f"its process died of {signal.Signals(-code).name}{REASONS.get(-code, '')}"
 
     def kill(self) -> None:
         """End the process and what it started; returns when it is reaped."""
-        try:
+        with contextlib.suppress(ProcessLookupError):  # not yet the leader of its group, or gone with all of it
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # not yet the leader of its group, or gone with all of it
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
@@ -241,10 +245,8 @@ class Slot:
     def stop(self) -> None:
         worker = self.worker
         if worker is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)  # a busy thread sees the pipe's end at once
-            except ProcessLookupError:
-                pass
         self._thread.join()
 
     def _run(self) -> None:

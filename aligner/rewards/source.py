@@ -33,14 +33,18 @@ def build_reward(reward: RewardConfig, tokenizer: Tokenizer) -> RewardSource:
 
     Raises ValueError for a function that cannot be loaded, and for kind model, which is no verifier."""
     if reward.kind is RewardKind.model:
-        raise ValueError("reward.kind=model is scored by the reward model inside the critic job, not by a verifier (reward.place=critic)")
+        raise ValueError(
+            "reward.kind=model is scored by the reward model inside the critic job, not by a verifier (reward.place=critic)"
+        )
     spec: dict[str, Any] = {"kind": reward.kind.value, "answer": reward.answer}
     spec |= {"format_credit": reward.format_credit, "allow_eval": reward.allow_eval}
     if reward.kind is RewardKind.function:
         if not reward.function:
             raise ValueError("reward.kind=function needs reward.function=file.py:name")
         if reward.format_credit:
-            raise ValueError("reward.format_credit goes with reward.kind=task; a function gives its own credit for form")
+            raise ValueError(
+                "reward.format_credit goes with reward.kind=task; a function gives its own credit for form"
+            )
         path, _, name = reward.function.rpartition(":")
         spec["function"] = f"{Path(path).absolute()}:{name}" if path else reward.function
     return VerifierReward(

@@ -6,7 +6,17 @@ import textwrap
 from typing import Any, Callable, Iterator, Optional
 
 EVALUATORS = {"eval", "exec", "__import__", "import_module", "system", "popen", "Popen", "check_output", "lambdify"}
-EVALUATORS |= {"parse_expr", "sympify", "simplify", "expand", "factor", "Poly", "S", "parse_latex", "solve"}  # sympy parses strings
+EVALUATORS |= {
+    "parse_expr",
+    "sympify",
+    "simplify",
+    "expand",
+    "factor",
+    "Poly",
+    "S",
+    "parse_latex",
+    "solve",
+}  # sympy parses strings
 OURS = "reasoning_gym"
 
 

@@ -48,17 +48,27 @@ class TaskVerifier:
             raise ValueError(f"reward.answer={answer} is neither first_integer nor task")
         self.answer, self.format_credit, self.allow_eval = answer, format_credit, allow_eval
         self._problems = Problems()
+        self._evaluating: dict[type, Optional[str]] = {}
 
     def prepare(self, sample: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if "task" not in sample:
-            raise ValueError(f"reward.kind=task needs prompts of a task (data.task); this sample has the fields {sorted(sample)}")
+            raise ValueError(
+                f"reward.kind=task needs prompts of a task (data.task); this sample has the fields {sorted(sample)}"
+            )
         dataset, entry = self._problems(sample)
         if self.answer == "first_integer":
             if integer(str(entry["answer"])) is None:
-                raise ValueError(f"the answer of {sample['task']} is {entry['answer']!r}, not an integer: set reward.answer=task")
-        elif not self.allow_eval and (call := evaluating_call(type(dataset))):
+                raise ValueError(
+                    f"the answer of {sample['task']} is {entry['answer']!r}, not an integer: set reward.answer=task"
+                )
+        elif not self.allow_eval and (call := self._evaluating_call(type(dataset))):
             raise ValueError(f"the scorer of {sample['task']} evaluates text ({call}): it needs reward.allow_eval=true")
         return dataset, entry
+
+    def _evaluating_call(self, dataset_class: type) -> Optional[str]:
+        if dataset_class not in self._evaluating:  # reading the source takes milliseconds, once a class
+            self._evaluating[dataset_class] = evaluating_call(dataset_class)
+        return self._evaluating[dataset_class]
 
     def score(self, prepared: tuple[Any, dict[str, Any]], response: str, sample: dict[str, Any]) -> dict[str, float]:
         dataset, entry = prepared
@@ -94,7 +104,9 @@ class FunctionVerifier:
         parts = result if isinstance(result, dict) else {"reward": result}
         for name, value in parts.items():
             if not isinstance(name, str) or _number(value) is None:
-                raise TypeError(f"{self.name} returned {name!r}: {value!r}; it must return a finite number or a dict of them by name")
+                raise TypeError(
+                    f"{self.name} returned {name!r}: {value!r}; it must return a finite number or a dict of them by name"
+                )
         if not parts:
             raise TypeError(f"{self.name} returned an empty dict")
         numbers_ = {name: _number(value) for name, value in parts.items()}
@@ -128,13 +140,19 @@ def load_function(function: str) -> Callable[[str, dict], Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"reward.function={function}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"reward.function={function}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     chosen = getattr(module, name, None)
     if not callable(chosen):
         known = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise ValueError(f"reward.function={function}: {path} has no function {name}; it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"reward.function={function}: {path} has no function {name}; it has {', '.join(known) or 'none'}"
+        )
     try:
         inspect.signature(chosen).bind("response", {})
     except TypeError as error:
-        raise ValueError(f"reward.function={function} must take (response, sample), takes {inspect.signature(chosen)}") from error
+        raise ValueError(
+            f"reward.function={function} must take (response, sample), takes {inspect.signature(chosen)}"
+        ) from error
     return chosen
