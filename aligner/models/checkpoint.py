@@ -17,7 +17,7 @@ from aligner.parallel.collectives import agree, gather_objects
 from aligner.parallel.topology import Topology
 
 from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 
@@ -44,13 +44,13 @@ def sharded_weights(chunks: list[torch.nn.Module], topology: Topology, *, per_la
     found = []
     for model in map(unwrap, chunks):
         state = model.sharded_state_dict(metadata=metadata)
-        state = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
+        state = {name: value for name, value in state.items() if isinstance(value, (ShardedTensor, ShardedTensorFactory))}
         add_prefix_for_sharding(state, PREFIX)
         found.append(state)
     return found[0] if len(found) == 1 else {f"model{i}": state for i, state in enumerate(found)}
 
 
-def _flat(weights: dict[str, Any]) -> list[ShardedTensor]:
+def _flat(weights: dict[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
     return [t for value in weights.values() for t in (value.values() if isinstance(value, dict) else [value])]
 
 
@@ -98,7 +98,7 @@ def load_weights(chunks: list[torch.nn.Module], shape: ModelShape, topology: Top
         _refuse_other_tensors(folder, {t.key for t in _flat(weights)}, on_disk, topology)
         _drop_absent_head(weights, on_disk, chunks, folder)
         for tensor in _flat(weights):
-            _widen_to_all_layers(tensor, on_disk[tensor.key])
+            _widen_to_all_layers(tensor, on_disk[tensor.key].global_shape[0])
         # Not all of the checkpoint need be read (fewer layers, another head), which the check of its coverage would refuse.
         loaded = dist_checkpointing.load(weights, str(unpacked / WEIGHTS), validate_access_integrity=False)
     for i, model in enumerate(map(unwrap, chunks)):
@@ -149,9 +149,20 @@ def _drop_absent_head(
             logger.info("%s has no value or score head: it starts at zero", folder)
 
 
-def _widen_to_all_layers(tensor: ShardedTensor, on_disk: ShardedTensor) -> None:
-    """Stacked layers are addressed within the checkpoint's number of layers, which may be larger than the model's."""
-    if tensor.prepend_axis_num:
-        layers = on_disk.global_shape[0]
+def _widen_to_all_layers(tensor: ShardedTensor | ShardedTensorFactory, layers: int) -> None:
+    """Stacked layers are addressed within the checkpoint's number of layers, which may be larger than the model's.
+
+    A factory (of the first MLP product, whose gate and up halves are two shards) makes its tensors only while it is loaded."""
+    if isinstance(tensor, ShardedTensorFactory):
+        build = tensor.build_fn
+
+        def widened(*args, **kwargs):
+            parts = build(*args, **kwargs)
+            for part in parts:
+                _widen_to_all_layers(part, layers)
+            return parts
+
+        tensor.build_fn = widened
+    elif tensor.prepend_axis_num:
         tensor.global_shape = (layers, *tensor.global_shape[1:])
         tensor.axis_fragmentations = (layers, *tensor.axis_fragmentations[1:])

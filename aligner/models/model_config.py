@@ -60,7 +60,8 @@ class ModelShape:
             )
         if self.padded_vocab_size % VOCAB_MULTIPLE or self.padded_vocab_size < self.vocab_size:
             raise ValueError(
-                f"padded_vocab_size must be a multiple of {VOCAB_MULTIPLE} and at least vocab_size={self.vocab_size}, got {self.padded_vocab_size}"
+                f"padded_vocab_size must be a multiple of {VOCAB_MULTIPLE} and at least "
+                f"vocab_size={self.vocab_size}, got {self.padded_vocab_size}"
             )
         check_rope_scaling(self.rope_scaling)
 

@@ -208,6 +208,8 @@ def _check_symbols() -> None:
 def _silence_known_warnings() -> None:
     """What megatron-core says of parts that a CPU cannot have, and torch of the collectives that megatron-core calls."""
     known = (
+        (r"`load_state_dict` is deprecated and will be removed in future versions.*", FutureWarning),
+        (r"Please use DTensor instead and we are deprecating ShardedTensor.*", FutureWarning),
         (r".*Apex (is|are) not installed.*", UserWarning),
         (r".*recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS.*", UserWarning),
         (r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*", FutureWarning),

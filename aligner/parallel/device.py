@@ -38,6 +38,12 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def synchronise() -> None:
+    """Wait for the work queued on the GPU, so that a timer charges it to the phase that queued it; nothing on a CPU."""
+    if ON_GPU:
+        torch.cuda.synchronize(DEVICE)
+
+
 def empty_cache() -> None:
     """Give unused blocks of the GPU's allocator back; nothing on a CPU."""
     if ON_GPU:
