@@ -9,16 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.groups import OptimConfig, Schedule
+from aligner.models.pipeline import Chunks, finalize
 from aligner.parallel.device import DEVICE, ON_GPU, empty_cache
 from aligner.parallel.topology import Topology
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer import get_standard_config_overrides
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core import optimizer as megatron_optimizer  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer.optimizer import MegatronOptimizer  # isort: skip
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate  # isort: skip
 
-from aligner.models.pipeline import Chunks, finalize
+# Neither Transformer Engine's nor apex's fused Adam is installed.
+_TORCH_ADAM: bool = megatron_optimizer.USING_PYTORCH_OPTIMIZER
 
 
 def learning_rate(optim: OptimConfig, step: int) -> float:
@@ -57,7 +58,7 @@ def build_optimizer(
 
     dtype: of the chunks' weights. head_lr_multiplier: learning rate of the output layer over that of the rest. Raises ValueError where
     optim.cpu_offload cannot work."""
-    settings = OptimizerConfig(
+    settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
         min_lr=optim.min_lr,
@@ -71,23 +72,25 @@ def build_optimizer(
         use_distributed_optimizer=optim.distributed,
         **(_offload_settings(optim) if optim.cpu_offload else {}),
     )
-    overrides = get_standard_config_overrides(settings)  # no weight decay on norms and biases
+    overrides = megatron_optimizer.get_standard_config_overrides(settings)  # no weight decay on norms and biases
     if head_lr_multiplier != 1.0:
         head = ParamWithNamePredicate(name="head", fn=lambda _, name: "output_layer." in name)
         overrides[ParamKey(with_name_predicate=head)] = {"lr_mult": head_lr_multiplier}
-    optimizer = get_megatron_optimizer(settings, chunks, config_overrides=overrides)
+    optimizer = megatron_optimizer.get_megatron_optimizer(settings, chunks, config_overrides=overrides)
     choose_kernel(optimizer)
     return optimizer
 
 
 def _offload_settings(optim: OptimConfig) -> dict:
     if not ON_GPU:
-        raise ValueError("optim.cpu_offload=true needs a GPU: without one optimizer states are on the host already; set it to false")
-    if USING_PYTORCH_OPTIMIZER or not optim.distributed:
+        raise ValueError(
+            "optim.cpu_offload=true needs a GPU: without one optimizer states are on the host already; set it to false"
+        )
+    if _TORCH_ADAM or not optim.distributed:
         raise ValueError(
             "optim.cpu_offload=true needs Transformer Engine or apex and optim.distributed=true (megatron-core's hybrid optimizer is "
             f"built on both); here optim.distributed={str(optim.distributed).lower()} and "
-            f"{'neither library is' if USING_PYTORCH_OPTIMIZER else 'one of the libraries is'} installed"
+            f"{'neither library is' if _TORCH_ADAM else 'one of the libraries is'} installed"
         )
     return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 
@@ -96,7 +99,7 @@ def choose_kernel(optimizer: MegatronOptimizer) -> None:
     """Switch torch's AdamW to its fused kernel: Megatron builds it with the default, a Python loop over parameters on a CPU.
 
     AdamW reads the choice from its parameter groups at every step; a loaded state brings the groups of another machine."""
-    if not USING_PYTORCH_OPTIMIZER:
+    if not _TORCH_ADAM:
         return
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.parallel.device import DEVICE, ON_GPU
-from aligner.parallel.topology import Topology
-
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
-
 from aligner.models import micro_batches as cutting
+from aligner.models.build import unwrap
 from aligner.models.micro_batches import MicroBatch
 from aligner.parallel.balance import balance_rows
 from aligner.parallel.collectives import broadcast_object, from_last_stage
+from aligner.parallel.device import DEVICE, ON_GPU
+from aligner.parallel.topology import Topology
+
+from megatron.core.distributed import finalize_model_grads  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
 Chunks = list[torch.nn.Module]
 Positions = Callable[[MicroBatch], Tensor]
@@ -31,13 +31,6 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of the last stage) -> (scalar share of the mini-batch's loss, sums to be added up)."""
 
 
-def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel under DDP and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def micro_batches(
     tokens: Tensor, lengths: Tensor, fields: Mapping[str, Tensor], *, micro_batch_size: int, topology: Topology
 ) -> list[MicroBatch]:
@@ -45,9 +38,7 @@ def micro_batches(
     sizes = lengths.tolist()
     interleaved = topology.pipeline if topology.virtual_pipeline else 1
     parts = balance_rows(sizes, topology.data)
-    plan = cutting.plan(
-        sizes, parts, topology.data_rank, micro_batch_size=micro_batch_size, count_multiple=interleaved
-    )
+    plan = cutting.plan(sizes, parts, topology.data_rank, micro_batch_size=micro_batch_size, count_multiple=interleaved)
     multiple = cutting.width_multiple(topology.tensor, ON_GPU)
     return [
         cutting.build(rows, tokens, lengths, fields, rows_each=plan.rows_each, multiple=multiple, device=DEVICE)
@@ -123,7 +114,7 @@ def _forward_step(
     iterator: Iterator[MicroBatch], chunk: torch.nn.Module, *, positions: Optional[Positions], finish: Callable
 ) -> tuple[Tensor, Callable]:
     micro = next(iterator)
-    model = unwrapped(chunk)
+    model = unwrap(chunk)
     if model.post_process and positions is not None:
         model.output_layer.select(positions(micro))
     # No attention mask: it is causal, and padding is on the right, where no real token looks.

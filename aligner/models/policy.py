@@ -14,8 +14,8 @@ from torch import Tensor
 from aligner.config.groups import ModelConfig, OptimConfig, ReferencePlace
 from aligner.data.batch import Rollouts
 from aligner.models import pipeline
-from aligner.models.hf import export_hf
 from aligner.models.checkpoint import checkpoint_shape
+from aligner.models.hf import export_hf
 from aligner.models.micro_batches import MicroBatch
 from aligner.models.reference import make_reference
 from aligner.models.trainable import TrainableModel

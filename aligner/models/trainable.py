@@ -49,9 +49,7 @@ class TrainableModel:
         plain = build_model(shape, topology, head=shape.head, dtype=self.dtype, recompute=model.recompute)
         load_weights(plain, shape, topology, self.source)
         self.chunks = wrap_for_training(plain, optim)
-        self.optimizer = build_optimizer(
-            self.chunks, optim, dtype=self.dtype, head_lr_multiplier=head_lr_multiplier
-        )
+        self.optimizer = build_optimizer(self.chunks, optim, dtype=self.dtype, head_lr_multiplier=head_lr_multiplier)
         self.step_count = 0
 
     @property

@@ -120,4 +120,6 @@ def _refuse_other_kind(folder: Path, saved: dict[str, Any], wanted: dict[str, An
     keys = {"distributed": "optim.distributed", "dtype": "model.dtype"}
     differ = [f"{keys[k]}={saved[k]}, this run has {wanted[k]}" for k in keys if saved[k] != wanted[k]]
     if differ:
-        raise ValueError(f"{folder / OPTIMIZER_FOLDER} was saved with {'; '.join(differ)}: resume with what it was saved with")
+        raise ValueError(
+            f"{folder / OPTIMIZER_FOLDER} was saved with {'; '.join(differ)}: resume with what it was saved with"
+        )

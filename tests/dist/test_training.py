@@ -167,7 +167,9 @@ def _torch_policy():
         gain = batch.advantages[batch.mask]
         surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
         loss = -(surrogate + ENTROPY * entropy).mean()
-        metrics.append({**_step(model, optimizer, loss), "ratio": float(ratio.mean()), "entropy": float(entropy.mean())})
+        metrics.append(
+            {**_step(model, optimizer, loss), "ratio": float(ratio.mean()), "entropy": float(entropy.mean())}
+        )
     last = policy_batch(9)
     with torch.no_grad():
         return metrics, torch.where(last.mask, _hf_logprobs(model, last.tokens)[0], 0.0).numpy()
@@ -266,7 +268,10 @@ def _snapshot(policy):
     from aligner.models.optimizer import inner_optimizers
 
     state = [
-        v.clone() for o in inner_optimizers(policy.model.optimizer) for s in o.optimizer.state.values() for v in s.values()
+        v.clone()
+        for o in inner_optimizers(policy.model.optimizer)
+        for s in o.optimizer.state.values()
+        for v in s.values()
     ]
     return [p.detach().clone() for c in policy.model.chunks for p in c.parameters()] + state
 
