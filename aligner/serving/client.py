@@ -2,9 +2,7 @@
 
 import json
 import logging
-import queue
 import threading
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Callable, Mapping, Optional
@@ -20,14 +18,12 @@ from aligner.serving.hello import Contract, version_problem
 from aligner.serving.kserve import Connection
 from aligner.serving.parts import split
 from aligner.serving.protocol import CONTROL, INFER, TRAIN, Arrays, ProtocolError, RequestFailed
+from aligner.serving.watchdog import PROBE_TIMEOUT, Watchdog, Workers
 
 log = logging.getLogger(__name__)
 
 EXPLICIT_TIMEOUT = 10.0
 CONTROL_TIMEOUT = 60.0  # of hello and status, which start no collective
-PROBE_EVERY = 2.0
-PROBE_TIMEOUT = 10.0
-PROBES = 3  # failures in a row after which the server counts as dead
 KEEPALIVE = 60.0
 CONNECTIONS = 4
 
@@ -54,12 +50,13 @@ class RemoteCritic:
         self._contract, self._config, self._say = contract, config, say
         self._endpoint_file, self._token_file = endpoint_file, token_file
         self._headers: Mapping[str, str] = {}
+        self.draining = False  # the critic job was told to end: save a pair at the next step's end
         self._closed = threading.Event()
-        self._watch = _Watch(self._closed)
+        self._watch = Watchdog(self._closed)
         self._info = self._connect()
         self._watch.start(self._info)
-        self._infer_work = _Workers("critic infer", CONNECTIONS)
-        self._train_work = _Workers("critic train", 1)
+        self._infer_work = Workers("critic infer", CONNECTIONS)
+        self._train_work = Workers("critic train", 1)
         if trains:
             threading.Thread(target=self._keep_alive, name="critic keepalive", daemon=True).start()
 
@@ -194,7 +191,9 @@ class RemoteCritic:
 
     def _reply(self, endpoint: protocol.Endpoint, arrays: Arrays, *, timeout: Optional[float] = None) -> dict[str, Any]:
         try:
-            return _reply_of(self._call(endpoint, arrays, timeout=timeout))
+            reply = _reply_of(self._call(endpoint, arrays, timeout=timeout))
+            self.draining = bool(reply["draining"])
+            return reply
         except ProtocolError as error:
             raise RequestFailed(f"{endpoint.name} at {self.address}: {error}") from None
 
@@ -215,101 +214,3 @@ def _reply_of(answer: Arrays) -> dict[str, Any]:
     if len(answer["error"][0]):
         raise RequestFailed(protocol.text_of(answer["error"][0]))
     return protocol.json_of(answer["reply"][0], "reply")
-
-
-class _Workers:
-    """Daemon threads that run work in order: a hung connection must not keep the process from ending."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self._work: "queue.SimpleQueue[Optional[tuple[Callable[[], Any], Future[Any]]]]" = queue.SimpleQueue()
-        self._threads = threads
-        for i in range(threads):
-            threading.Thread(target=self._serve, name=f"{name} {i}", daemon=True).start()
-
-    def run(self, act: Callable[[], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-        self._work.put((act, future))
-        return future
-
-    def close(self) -> None:
-        for _ in range(self._threads):
-            self._work.put(None)
-
-    def _serve(self) -> None:
-        while (item := self._work.get()) is not None:
-            act, future = item
-            try:
-                future.set_result(act())
-            except BaseException as error:
-                future.set_exception(error)
-
-
-class _Watch:
-    """Probes the server while calls are in flight, and cuts them where it is dead: a socket alone may never tell."""
-
-    def __init__(self, closed: threading.Event) -> None:
-        self._closed = closed
-        self._lock = threading.Lock()
-        self._calls: set[Connection] = set()
-        self._busy = threading.Event()
-
-    def start(self, info: EndpointInfo) -> None:
-        threading.Thread(target=self._probe, args=(info,), name="critic watchdog", daemon=True).start()
-
-    def over(self, connection: Connection) -> "_Watched":
-        return _Watched(self, connection)
-
-    def cut_all(self, reason: str) -> None:
-        with self._lock:
-            calls = list(self._calls)
-        for call in calls:
-            call.cut(reason)
-
-    def _cut_overdue(self) -> None:
-        """A server that sends a byte now and then never trips the socket's own timeout."""
-        with self._lock:
-            overdue = [c for c in self._calls if time.monotonic() > c.deadline]
-        for call in overdue:
-            call.cut("no whole answer before its deadline")
-
-    def add(self, connection: Connection) -> None:
-        with self._lock:
-            self._calls.add(connection)
-        self._busy.set()
-
-    def remove(self, connection: Connection) -> None:
-        with self._lock:
-            self._calls.discard(connection)
-            if not self._calls:
-                self._busy.clear()
-
-    def _probe(self, info: EndpointInfo) -> None:
-        failures = 0
-        while not self._closed.wait(PROBE_EVERY):
-            self._cut_overdue()
-            if not self._busy.is_set():
-                failures = 0
-                self._busy.wait(PROBE_EVERY)
-                continue
-            started = time.monotonic()
-            try:
-                Connection(info.host, info.port, timeout=PROBE_TIMEOUT).ready()
-                failures = 0  # not ready is an answer: it is starting or ending, and answers what is in flight
-            except OSError as error:
-                failures += 1
-                log.info(
-                    "readiness probe of %s failed after %.1f s: %s", info.address, time.monotonic() - started, error
-                )
-                if failures >= PROBES:
-                    self.cut_all(f"the critic job is gone: {PROBES} readiness probes in a row failed ({error})")
-
-
-class _Watched:
-    def __init__(self, watch: _Watch, connection: Connection) -> None:
-        self._watch, self._connection = watch, connection
-
-    def __enter__(self) -> None:
-        self._watch.add(self._connection)
-
-    def __exit__(self, *_: object) -> None:
-        self._watch.remove(self._connection)

@@ -55,6 +55,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 assert set(_TYPES) == {f.name for f in fields(Contract)}
 
 
+def version_of(mapping: Mapping[str, Any]) -> int:
+    """The protocol version that a hello states. Raises ProtocolError."""
+    version = mapping.get("protocol")
+    if not isinstance(version, int):
+        raise ProtocolError(f"hello: protocol must be an integer, not {version!r}")
+    return version
+
+
 def version_problem(*, actor: int, critic: int) -> Optional[str]:
     """Why two protocol versions do not work together; None where they do. The only check that must work between any two versions."""
     if actor == critic:

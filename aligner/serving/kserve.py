@@ -4,6 +4,7 @@ Open standard: the KServe predict protocol, version 2, with Triton's binary tens
 because a watchdog must be able to cut a connection from another thread, proxies must be ignored, and a client start-up must
 ask the server nothing. One connection a call: a server that came back needs no reconnect logic."""
 
+import contextlib
 import http.client
 import json
 import socket
@@ -101,10 +102,8 @@ class Connection:
         with self._lock:
             self.cut_reason = self.cut_reason or reason
             if self._http is not None and self._http.sock is not None:
-                try:
+                with contextlib.suppress(OSError):  # closed already
                     self._http.sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # closed already
 
     def exchange(
         self, method: str, path: str, body: Optional[bytes], headers: Mapping[str, str]

@@ -4,6 +4,7 @@ Every rank runs a call under try, and all learn of any error before the next col
 not strand the others. What cannot be agreed on (a dead peer, ranks left inside a collective) ends the job."""
 
 import collections
+import contextlib
 import logging
 import os
 import re
@@ -240,10 +241,8 @@ class Loop:
             if call.op is Op.STOP:
                 return
             if call.op is not Op.NOOP:
-                try:
+                with contextlib.suppress(CallFailed):  # rank 0 answers it
                     self._execute(call)
-                except CallFailed:
-                    pass  # rank 0 answers it
 
     # ---- every rank
 

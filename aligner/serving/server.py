@@ -12,9 +12,12 @@ import torch.distributed as dist
 from aligner.config.groups import ServingConfig
 from aligner.serving import access
 from aligner.serving.backend import CriticBackend
+from aligner.serving.control import Control
 from aligner.serving.endpoint import EndpointInfo, remove_endpoint, write_endpoint
-from aligner.serving.handlers import Handlers
+from aligner.serving.hello import Contract
+from aligner.serving.inference import Inference
 from aligner.serving.loop import STUCK_GRACE, JobFailed, Loop
+from aligner.serving.reception import Reception
 from aligner.serving.triton_server import TritonServer
 
 log = logging.getLogger(__name__)
@@ -98,16 +101,21 @@ def _serve_rank0(
     if token_file is None and not access.is_loopback(address):
         token_file = place.token_file
     token = None if token_file is None else access.make_token(token_file)
-    handlers = Handlers(
+    contract = Contract.of(backend.status())
+    reception = Reception(token)
+    control = Control(
+        backend, loop, reception, contract=contract, run_folder=place.run_folder, max_rows=config.max_rows
+    )
+    inference = Inference(
         backend,
         loop,
-        run_folder=place.run_folder,
-        token=token,
+        reception,
+        contract=contract,
         max_rows=config.max_rows,
         deterministic=config.deterministic,
     )
     triton = TritonServer(
-        {"infer": handlers.infer, "train": handlers.train, "control": handlers.control},
+        {"infer": inference.infer, "train": control.train, "control": control.control},
         address=address,
         port=config.port,
         token=token,
@@ -119,7 +127,7 @@ def _serve_rank0(
         host=config.advertise_host or (access.node_address() if address == "0.0.0.0" else address),
         port=triton.port,
         pid=os.getpid(),
-        run_id=backend.status()["run_id"],
+        run_id=contract.run_id,
         grid=grid,
         started=time.time(),
         job_id=os.environ.get("SLURM_JOB_ID"),
@@ -135,15 +143,20 @@ def _serve_rank0(
         write_endpoint(place.endpoint_file, info)
         log.info("serving run %s at %s", info.run_id, info.address)
         on_ready(info)
-        handlers.last_spoken = time.monotonic()
-        return loop.run(_reasons_to_end(handlers, loop, triton, should_stop, config.idle_timeout))
+        reception.spoken()
+        return loop.run(_reasons_to_end(reception, control, loop, triton, should_stop, config.idle_timeout))
     finally:
         loop.close("it has ended")
         leave()
 
 
 def _reasons_to_end(
-    handlers: Handlers, loop: Loop, triton: TritonServer, should_stop: Callable[[], bool], idle_timeout: float
+    reception: Reception,
+    control: Control,
+    loop: Loop,
+    triton: TritonServer,
+    should_stop: Callable[[], bool],
+    idle_timeout: float,
 ) -> Callable[[], Optional[str]]:
     """A function that gives the reason to end, or None; raises JobFailed where Triton died."""
     checked = time.monotonic()
@@ -153,9 +166,9 @@ def _reasons_to_end(
         now = time.monotonic()
         if should_stop():
             return "it was told to stop by a signal"
-        if handlers.stop_requested:
+        if control.stop_requested:
             return "the actor job told it to stop"
-        if now - max(handlers.last_spoken, loop.last_call) > idle_timeout:
+        if now - max(reception.last_spoken, loop.last_call) > idle_timeout:
             return f"no actor spoke to it for serving.idle_timeout={idle_timeout:g} s"
         if now - checked >= 1.0:
             checked = now

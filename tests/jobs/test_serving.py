@@ -1,14 +1,10 @@
 """The served critic with real PyTriton: a job of two gloo ranks with a small deterministic backend, driven through RemoteCritic.
 
 Contract: every request is answered by exactly what the backend computes from it (recomputed here by a formula), one that fails
-is answered with one sentence and the next one works, each train step is applied once, and the job ends in order.
-
-This file is also the job's script: `python test_serving.py RUN_FOLDER OVERRIDES`, one process a rank."""
+is answered with one sentence and the next one works, each train step is applied once, and the job ends in order."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,184 +16,28 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.config.groups import CriticClientConfig, ServingConfig
-from aligner.data.batch import CriticBatch, CriticRows, Score
+from aligner.config.groups import CriticClientConfig
 from aligner.runtime.errors import ContractError
-from aligner.serving import access, parts, protocol
-from aligner.serving.backend import Refused
+from aligner.serving import parts, protocol
 from aligner.serving.client import RemoteCritic
 from aligner.serving.endpoint import read_endpoint
-from aligner.serving.hello import Contract
 from aligner.serving.kserve import Connection
 from aligner.serving.protocol import INFER, TRAIN, ProtocolError, RequestFailed
-
-REPO = Path(__file__).resolve().parents[2]
-VOCAB, MAX_LENGTH, WORLD = 1000, 2048, 2
-RAISE_ON_RANK_1, RAISE_ON_ALL, SLEEP, SCORE_FAILS, STUCK = 901, 902, 903, 904, 905
-CONTRACT = Contract(
-    tokenizer_fingerprint="f" * 64,
-    chat_template="c" * 64,
-    vocab_size=VOCAB,
-    max_length=MAX_LENGTH,
-    reward_kind="task",
-    run_id="r1",
+from tests.jobs.serving_job import (
+    CONTRACT,
+    RAISE_ON_ALL,
+    RAISE_ON_RANK_1,
+    REPO,
+    SCORE_FAILS,
+    SLEEP,
+    Job,
+    check_answer,
+    expected_values,
+    make_batch,
+    make_rows,
 )
 
-
-def expected_values(tokens: torch.Tensor, weight: float) -> torch.Tensor:
-    return tokens.float() * weight + torch.arange(tokens.size(1))
-
-
-# ---- the job
-
-
-class FakeCritic:
-    """values = weight * token + position, computed half on each rank; training adds the mean masked return to the weight."""
-
-    def __init__(self, group) -> None:
-        import torch.distributed as dist
-
-        self.dist, self.group, self.rank = dist, group, dist.get_rank()
-        self.weight, self.step, self.seen = 1.0, 0, []
-
-    def infer(self, rows):
-        mine = rows.tokens[self.rank :: WORLD]
-        if (rows.tokens == STUCK).any() and self.rank == 1:
-            raise ValueError("rank 1 left alone")  # rank 0 waits in all_reduce for ever
-        forbidden = [None] * WORLD
-        self.dist.all_gather_object(
-            forbidden, self.rank == 1 and bool((rows.tokens == RAISE_ON_RANK_1).any()), group=self.group
-        )
-        if forbidden[self.rank]:
-            raise ValueError("the token is forbidden here")
-        if any(forbidden):
-            raise ValueError("the token is forbidden on another rank")
-        if (rows.tokens == RAISE_ON_ALL).any():
-            raise ValueError("the token is forbidden")
-        if (rows.tokens == SLEEP).any():
-            time.sleep(2)
-        values = torch.zeros(rows.tokens.shape)
-        values[self.rank :: WORLD] = expected_values(mine, self.weight)
-        self.dist.all_reduce(values, group=self.group)
-        self.seen.append(len(rows.lengths))
-        bootstrap = torch.where(rows.truncated, rows.lengths.float(), torch.zeros(len(rows.lengths)))
-        return values, bootstrap, None
-
-    def start_scoring(self, rows):
-        from concurrent.futures import Future
-
-        scores = Future()
-        failed = (rows.tokens == SCORE_FAILS).any(1)
-        scores.set_result(
-            [
-                Score(float("nan"), {}, "the verifier died") if f else Score(d["answer"] * 2.0, {"accuracy": 1.0})
-                for f, d in zip(failed, rows.fields)
-            ]
-        )
-        return scores
-
-    def train(self, step, batch):
-        if (batch.tokens == RAISE_ON_ALL).any():
-            raise Refused(f"step {step} holds the forbidden token")
-        if (batch.tokens == RAISE_ON_RANK_1).any() and self.rank == 1:
-            raise ValueError("rank 1 failed in training")
-        self.weight += float(batch.returns[batch.mask].mean())
-        self.step = step
-        return {"loss": self.weight, "rows": float(len(batch.lengths))}
-
-    def prepare_save(self, step, folder):
-        if self.rank == 0:
-            folder.mkdir(parents=True)
-            (folder / "critic.json").write_text(json.dumps({"step": step, "weight": self.weight}))
-
-    def commit(self, step):
-        pass
-
-    def restore(self, step, folder):
-        saved = {"step": 0, "weight": 1.0} if folder is None else json.loads((folder / "critic.json").read_text())
-        self.step, self.weight = saved["step"], saved["weight"]
-
-    def status(self):
-        return {**CONTRACT.as_dict(), "step": self.step, "model": "fake", "batches": list(self.seen[-100:])}
-
-
-def job(run_folder: str, settings: str) -> None:
-    from aligner.runtime.signals import StopSignals
-
-    flags = StopSignals.install()
-    import logging
-
-    import torch.distributed as dist
-
-    from aligner.serving.server import Place, serve
-
-    logging.basicConfig(level=logging.INFO, filename=Path(run_folder) / f"rank{os.environ['RANK']}.log")
-    dist.init_process_group("gloo")
-    backend = FakeCritic(dist.group.WORLD)
-    reason = serve(
-        backend,
-        ServingConfig(**json.loads(settings)),
-        place=Place(Path(run_folder)),
-        group=dist.group.WORLD,
-        should_stop=lambda: flags.stopping,
-        stuck_grace=2.0,
-    )
-    print(f"ended: {reason}", flush=True)
-    dist.destroy_process_group()
-
-
-# ---- launching it
-
-
-class Job:
-    """Two processes, one a rank, as torchrun would start them."""
-
-    def __init__(self, run_folder: Path, **settings) -> None:
-        run_folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        self.run_folder = run_folder
-        self.endpoint_file = run_folder / "endpoints" / "critic.json"
-        self.ranks = []
-        for rank in range(WORLD):
-            environ = {
-                **os.environ,
-                "PYTHONPATH": str(REPO),
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(WORLD),
-                "http_proxy": "http://127.0.0.1:9",
-            }
-            command = [sys.executable, __file__, str(run_folder), json.dumps({"bind": "127.0.0.1", **settings})]
-            log = (run_folder / f"stdout{rank}").open("w")
-            self.ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
-
-    def client(self, contract: Contract = CONTRACT, *, endpoint=None, trains=False, **settings) -> RemoteCritic:
-        config = CriticClientConfig(
-            endpoint=endpoint, **{"connect_timeout": 120.0, "request_timeout": 60.0, **settings}
-        )
-        return RemoteCritic(contract, config, endpoint_file=self.endpoint_file, trains=trains, say=lambda text: None)
-
-    def output(self, rank: int = 0) -> str:
-        return (self.run_folder / f"stdout{rank}").read_text()
-
-    def wait(self, timeout: float = 60.0) -> list[int]:
-        return [p.wait(timeout) for p in self.ranks]
-
-    def end(self) -> None:
-        """Ask, then insist: no process is left behind."""
-        for p in self.ranks:
-            if p.poll() is None:
-                p.terminate()
-        for p in self.ranks:
-            try:
-                p.wait(30)
-            except subprocess.TimeoutExpired:
-                p.kill()
-                p.wait()
+VOCAB = CONTRACT.vocab_size
 
 
 @pytest.fixture(scope="module")
@@ -219,46 +59,6 @@ def fresh(critic):
     """The critic at step 0 with its initial weights."""
     critic.restore(0, None)
     return critic
-
-
-def make_rows(seed: int, rows: int = 3, length: int = 20, **special) -> CriticRows:
-    rng = np.random.default_rng(seed)
-    lengths = torch.tensor(rng.integers(length // 2, length + 1, rows))
-    tokens = torch.tensor(rng.integers(0, 900, (rows, 64 * (-(-length // 64)))))
-    for row, token in special.items():
-        tokens[int(row[1:]), 0] = token
-    return CriticRows(
-        tokens=tokens,
-        lengths=lengths,
-        prompt_lengths=lengths // 2,
-        sample_ids=torch.arange(rows) + 1000 * seed,
-        truncated=torch.tensor(rng.integers(0, 2, rows)).bool(),
-        fields=[{"answer": int(a), "text": "é\n"} for a in rng.integers(0, 100, rows)],
-    )
-
-
-def check_answer(rows: CriticRows, answer, weight: float = 1.0) -> None:
-    expected = expected_values(rows.tokens, weight)
-    for b, length in enumerate(rows.lengths.tolist()):
-        assert torch.equal(answer.values[b, :length], expected[b, :length])
-    assert torch.equal(answer.bootstrap, rows.lengths.float() * rows.truncated)
-    assert [s.value for s in answer.scores] == [f["answer"] * 2.0 for f in rows.fields]
-    assert all(s.error is None and s.parts == {"accuracy": 1.0} for s in answer.scores)
-
-
-def make_batch(seed: int, rows: int = 8, width: int = 64, token: int = 5) -> CriticBatch:
-    rng = np.random.default_rng(seed)
-    lengths = torch.tensor(rng.integers(2, width + 1, rows))
-    mask = (torch.arange(width) < lengths[:, None]) & (torch.arange(width) > 0)
-    junk = torch.where(mask, 0.0, float("nan"))  # what lies under a False mask may be anything
-    return CriticBatch(
-        tokens=torch.full((rows, width), token),
-        lengths=lengths,
-        mask=mask,
-        values=torch.zeros(rows, width) + junk,
-        returns=torch.full((rows, width), float(seed)) + junk,
-        sample_ids=torch.arange(rows),
-    )
 
 
 def raw_infer(job: Job, arrays: dict) -> dict:
@@ -495,94 +295,7 @@ def test_nothing_of_triton_reaches_the_terminal(served, critic):
     assert "infer" in (served.run_folder / "logs" / "critic_triton.log").read_text()
 
 
-# ---- no critic
-
-
-def test_absent_critic_at_an_explicit_endpoint(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    config = CriticClientConfig(endpoint=f"127.0.0.1:{port}", connect_timeout=2.0)
-    said = []
-    with pytest.raises(ContractError) as error:
-        RemoteCritic(CONTRACT, config, endpoint_file=tmp_path / "critic.json", say=said.append)
-    assert (
-        f"127.0.0.1:{port}" in str(error.value)
-        and "critic.endpoint" in str(error.value)
-        and "connection refused" in str(error.value)
-    )
-    assert said and "giving up in 2 s" in said[0]
-
-
-def test_absent_endpoint_file(tmp_path):
-    said = []
-    with pytest.raises(
-        ContractError, match=f"{tmp_path}/critic.json is not there after 1 s.*run.name.*critic.connect_timeout"
-    ):
-        RemoteCritic(
-            CONTRACT, CriticClientConfig(connect_timeout=1.0), endpoint_file=tmp_path / "critic.json", say=said.append
-        )
-    assert len(said) == 1
-
-
-# ---- ends
-
-
-def test_sigterm_during_a_request_then_token(tmp_path):
-    """A job with a token; told to end while a request runs, it answers that one, refuses the next, and leaves nothing behind."""
-    job = Job(tmp_path / "run", token_file=str(tmp_path / "token"), deterministic=True)
-    try:
-        client = job.client(trains=True)
-        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-        check_answer(make_rows(1), client.infer(make_rows(1)).result(60))
-        _check_token_is_asked_for(job, (tmp_path / "token").read_text().strip())
-        running = client.infer(make_rows(1, r0=SLEEP))
-        time.sleep(0.7)
-        for p in job.ranks:  # as torchrun does
-            p.send_signal(signal.SIGTERM)
-        assert running.result(60).values.shape == (3, 64)
-        with pytest.raises(RequestFailed):
-            client.infer(make_rows(2)).result(60)
-        assert job.wait() == [0, 0]
-        assert "ended: it was told to stop by a signal" in job.output(0)
-        assert not job.endpoint_file.exists()
-        client.close()
-    finally:
-        job.end()
-
-
-def _check_token_is_asked_for(job: Job, token: str) -> None:
-    info = read_endpoint(job.endpoint_file)
-    arrays = protocol.encode_rows(make_rows(1))
-    right = access.headers(token)
-    for headers in (
-        {},
-        access.headers("x" * 43),
-        {access.GATE_HEADER: right[access.GATE_HEADER]},
-        {access.TOKEN_HEADER: token},
-    ):
-        with pytest.raises(RequestFailed, match="without the right token"):
-            protocol.decode_answer(Connection(info.host, info.port, timeout=30).infer(INFER, arrays, headers), width=64)
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            assert token not in command.read_text(errors="replace")
-        except OSError:
-            pass  # it ended meanwhile
-
-
-def test_ranks_stuck_in_a_collective_end_the_job(tmp_path):
-    """One rank raised, the other waits for it inside a collective: the actor gets the sentence, and both processes end."""
-    job = Job(tmp_path / "run")
-    try:
-        client = job.client()
-        with pytest.raises(
-            RequestFailed, match="rank 1: ValueError: rank 1 left alone; the other ranks did not come out"
-        ):
-            client.infer(make_rows(1, r0=STUCK)).result(60)
-        assert all(code != 0 for code in job.wait())
-        client.close()
-    finally:
-        job.end()
+# ---- its end
 
 
 def test_sigterm_while_idle_in_the_shared_job(served, critic):
@@ -598,7 +311,3 @@ def test_sigterm_while_idle_in_the_shared_job(served, critic):
     assert not list(Path("/dev/shm").glob(f"pytrtion{pid}-*"))
     with pytest.raises(RequestFailed):
         critic.infer(make_rows(1)).result(60)
-
-
-if __name__ == "__main__":
-    job(*sys.argv[1:])
