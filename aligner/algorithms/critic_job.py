@@ -4,18 +4,23 @@ Every method but `start_scoring` and `status` runs on every rank of the job, in 
 
 import logging
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from aligner.algorithms.assemble import Job
 from aligner.algorithms.schedule import mini_batches
-from aligner.config.jobs import CriticConfig
+from aligner.config.groups import RewardKind, RewardPlace
+from aligner.config.jobs import ActorConfig, CriticConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
 from aligner.models.critic import CriticMiniBatch, CriticModel
 from aligner.models.reward_model import RewardModel
+from aligner.rewards.source import build_reward
+from aligner.serving.backend import Refused
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +62,7 @@ class CriticJob:
         """Epochs and mini-batches of one step; the means of their metrics."""
         settings, rows = self.config.critic, len(batch.lengths)
         if rows % settings.mini_batch_size:
-            raise ValueError(
+            raise Refused(
                 f"step {step} has {rows} rows, not a multiple of the critic job's critic.mini_batch_size={settings.mini_batch_size}: "
                 "set it to a divisor of the actor's ppo.rollout_batch_size * ppo.samples_per_prompt"
             )
@@ -77,7 +82,7 @@ class CriticJob:
     def prepare_save(self, step: int, folder: Path) -> None:
         """First phase of a paired save: everything is under `folder`, valid once the actor commits."""
         if step != self.step:
-            raise ValueError(f"asked to save the critic of step {step}, but the last step applied is {self.step}")
+            raise Refused(f"asked to save the critic of step {step}, but the last step applied is {self.step}")
         self.critic.save(folder, extra={"step": self.step})
 
     def commit(self, step: int) -> None:
@@ -97,6 +102,57 @@ class CriticJob:
 
     def status(self) -> dict[str, Any]:
         return {**self.identity, "step": self.step}
+
+    def close(self) -> None:
+        if self.reward is not None:
+            self.reward.close()
+
+
+def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
+    """Critic and reward from their settings. Verifier processes start on rank 0 alone, before the models fill the memory."""
+    scored_by_model = config.reward.kind is RewardKind.model
+    reward = None
+    if config.reward.place is RewardPlace.critic and not scored_by_model and job.topology.is_reporter:
+        reward = build_reward(config.reward, job.tokenizer)
+    critic = CriticModel(
+        config.model,
+        config.optim,
+        job.topology,
+        micro_batch_size=config.critic.micro_batch_size,
+        value_clip=config.critic.value_clip,
+        head_lr_multiplier=config.critic.head_lr_multiplier,
+    )
+    reward_model = None
+    if config.reward.place is RewardPlace.critic and scored_by_model:
+        reward_model = RewardModel(
+            replace(config.model, checkpoint=config.reward.checkpoint, num_layers=None),
+            job.topology,
+            micro_batch_size=config.critic.micro_batch_size,
+        )
+    return CriticJob(
+        config=config,
+        critic=critic,
+        reward=reward,
+        reward_model=reward_model,
+        identity=_contract(config, job, max_length=critic.shape.max_position_embeddings),
+    )
+
+
+def actor_contract(config: ActorConfig, job: Job) -> dict[str, Any]:
+    """The actor's side of what the two jobs must agree on."""
+    return _contract(config, job, max_length=config.engine.max_input_len + config.engine.max_output_len)
+
+
+def _contract(config: Any, job: Job, *, max_length: int) -> dict[str, Any]:
+    scores_there = config.reward.place is RewardPlace.critic
+    return {
+        "tokenizer_fingerprint": job.tokenizer.fingerprint(),
+        "chat_template": job.tokenizer.chat_template_hash,
+        "vocab_size": job.shape.vocab_size,
+        "max_length": max_length,
+        "reward_kind": config.reward.kind.value if scores_there else "none",
+        "run_id": config.run.name,
+    }
 
 
 def score_rows(rows: CriticRows) -> list[ScoreRow]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aligner.data.batch import Completion, CriticRows, Request, Rollouts, Sample, Score, ScoreRow, collate
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
+from aligner.data.tasks import wire_fields
 from aligner.parallel.collectives import agree, gather_objects
 from aligner.parallel.topology import Topology
 
@@ -128,7 +129,8 @@ class Generation:
         chunk = sorted(chunk, key=lambda c: c.sample_id)
         fields = [samples[c.sample_id].fields for c in chunk]
         ask_critic = self.critic is not None and (values or self.reward is None)
-        critic = self.critic.infer(_critic_rows(chunk, fields, self.pad_id, values)) if ask_critic else None
+        wire = [wire_fields(f) for f in fields]
+        critic = self.critic.infer(_critic_rows(chunk, wire, self.pad_id, values)) if ask_critic else None
         reward = self.reward.score(_score_rows(chunk, fields)) if self.reward is not None else None
         pending.add([c.sample_id for c in chunk], critic, reward)
 

@@ -22,7 +22,7 @@ from aligner.ops.kl import AdaptiveKL
 from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
-from aligner.rollout.refit import weight_update
+from aligner.rollout.refit import certified_refit
 from aligner.runtime import faults
 from aligner.runtime.recorder import Recorder
 
@@ -106,6 +106,7 @@ class PPOTrainer:
             policy_metrics = self.train_policy(step, experience)
         with phase("critic_wait"):
             critic_metrics = self.finish_critic_training(critic_update)
+        self.warn_of_drift(step, experience)
         faults.reach("trained", step)
         self.advance(step, rollouts, experience)
         self.recorder.training_samples(
@@ -125,8 +126,8 @@ class PPOTrainer:
         if self.config.engine.offload_during_training:
             self.engine.resume()
         if self.engine_version != self.state.weight_version:
-            certificate = self.engine.refit(weight_update(self.policy.export(), self.state.weight_version))
-            self.engine_version = certificate.version
+            certified_refit(self.engine, self.policy.export(), version=self.state.weight_version)
+            self.engine_version = self.state.weight_version
 
     def leave_generation(self) -> None:
         if self.config.engine.offload_during_training:
@@ -220,6 +221,13 @@ class PPOTrainer:
                     old_logprobs=experience.logprobs[rows],
                     advantages=experience.advantages[rows],
                 )
+
+    def warn_of_drift(self, step: int, experience: Experience) -> None:
+        drift, alarm = experience.metrics["drift/mean"], self.config.logging.drift_alarm
+        if drift > alarm:
+            log.warning(
+                "step %d: engine and trainer log-probs differ by %.3f on average (logging.drift_alarm=%g)", step, drift, alarm
+            )
 
     # Between steps
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, Optional, Protocol
 
+import torch
 from torch import Tensor
 
+from aligner.config.groups import Certify
 from aligner.data.batch import Completion, CriticAnswer, CriticBatch, CriticRows, Request, Score, ScoreRow
 
 
@@ -33,6 +35,11 @@ class RolloutEngine(Protocol):
 
     Raises ValueError for a request beyond the build, RuntimeError for a refit while requests run or a use while poisoned."""
 
+    dtype: torch.dtype
+    certify: Certify
+    nbytes: int
+    """Weights and cache, while in use."""
+
     def refit(self, update: WeightUpdate) -> RefitCertificate: ...
 
     def submit(self, requests: list[Request]) -> None: ...
@@ -53,6 +60,9 @@ class RolloutEngine(Protocol):
 class Critic(Protocol):
     """The critic job, or a critic in this process. Futures raise RuntimeError with one clear sentence where the job failed."""
 
+    address: str
+    """Where it is, for people."""
+
     def infer(self, rows: CriticRows) -> "Future[CriticAnswer]": ...
 
     def train(self, step: int, batch: CriticBatch) -> "Future[dict[str, float]]":
@@ -68,6 +78,9 @@ class Critic(Protocol):
         """Load the critic of a committed pair; folder None: back to the initial weights."""
 
     def status(self) -> dict[str, Any]: ...
+
+    def stop(self) -> None:
+        """The run is complete: the critic job may end."""
 
     def close(self) -> None: ...
 

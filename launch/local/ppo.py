@@ -32,7 +32,7 @@ def command(script: str, ranks: int, config: str, overrides: list[str]) -> list[
     """One rank runs as plain python, several under torchrun."""
     launcher = [sys.executable]
     if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher += ["-m", "aligner.runtime.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, str(ROOT / script), "--config-name", config, *overrides]
 
 

@@ -1,0 +1,155 @@
+"""What both entry scripts need before their own parts: a checked grid, the run folder, process groups, tokenizer; and the trainer from its parts."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from aligner.algorithms.generation import Generation
+from aligner.algorithms.pairs import PairedCheckpoints
+from aligner.algorithms.ppo import PPOTrainer
+from aligner.algorithms.validation import Validator
+from aligner.config.groups import CriticPlace, RewardPlace
+from aligner.config.jobs import ActorConfig
+from aligner.config.load import to_dict, to_yaml
+from aligner.data.batch import Sample
+from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
+from aligner.data.splits import load_splits
+from aligner.data.tokenizer import Tokenizer
+from aligner.models.checkpoint_folder import checkpoint_shape, opened
+from aligner.models.model_config import ModelShape
+from aligner.models.policy import Policy, PolicyLoss
+from aligner.parallel.collectives import agree, broadcast_object
+from aligner.parallel.device import ON_GPU, synchronise
+from aligner.parallel.startup import detect_launch, start
+from aligner.parallel.topology import Topology, grid_problems
+from aligner.runtime.errors import ConfigError
+from aligner.runtime.log import setup_logging
+from aligner.runtime.recorder import Recorder
+from aligner.runtime.run_folder import RunFolder
+
+
+@dataclass
+class Job:
+    """One rank of a started job. `lock` is held by rank 0 while it lives."""
+
+    name: str
+    topology: Topology
+    folder: RunFolder
+    shape: ModelShape
+    tokenizer: Tokenizer
+    lock: Any
+
+    @property
+    def grid(self) -> str:
+        t = self.topology
+        return f"TP{t.tensor} x PP{t.pipeline} x DP{t.data}"
+
+    def record(self, **facts: Any) -> None:
+        """Say in the run folder what and where this job is; rank 0 does."""
+        if self.topology.is_reporter:
+            self.folder.write_record(self.name, pid=os.getpid(), host=os.uname().nodename, grid=self.grid, **facts)
+
+
+def start_job(config: Any, name: str) -> Job:
+    """Refuse an impossible grid or a run that is held, then join the other ranks. Every rank calls it first.
+
+    Raises ConfigError or UserError before any model is built."""
+    launch = detect_launch(os.environ)
+    shape = checkpoint_shape(config.model.checkpoint).with_layers(config.model.num_layers)
+    if problems := grid_problems(config.parallel, launch.world_size, shape):
+        raise ConfigError(*problems)
+    folder, lock = RunFolder.of(config.run), None
+    if launch.rank == 0:
+        lock = folder.lock(name)
+        folder.write_config(name, to_yaml(config))
+    setup_logging(folder.logs, job=name, rank=launch.rank)
+    topology = start(config.parallel, config.run.seed)
+    with opened(Path(config.model.checkpoint), topology) as checkpoint:
+        tokenizer = Tokenizer(checkpoint / "tokenizer")
+    return Job(name, topology, folder, shape, tokenizer, lock)
+
+
+def resume_step(config: ActorConfig, job: Job) -> Optional[int]:
+    """Step of the committed pair to continue from, the same on every rank; None for a run that begins. What came after it is deleted."""
+    step, error = None, None
+    if job.topology.is_reporter:
+        try:
+            step = job.folder.checkpoints.resume_step(config.run.resume)
+            job.folder.rewind(step)
+        except Exception as problem:
+            error = problem
+    agree(error, job.topology)
+    return broadcast_object(step, 0, job.topology.cpu_group)
+
+
+def load_samples(config: ActorConfig, tokenizer: Tokenizer) -> tuple[list[Sample], list[Sample]]:
+    """Prompts to train on, and the held-out ones (at most validation.max_prompts)."""
+    train, held_out = load_splits(
+        config.data, seed=config.run.seed, tokenizer=tokenizer, max_input_len=config.engine.max_input_len
+    )
+    return train.samples, held_out.samples[: config.validation.max_prompts]
+
+
+def build_trainer(
+    config: ActorConfig,
+    job: Job,
+    *,
+    policy: Policy,
+    engine: RolloutEngine,
+    critic: Optional[Critic],
+    reward: Optional[RewardSource],
+    samples: tuple[list[Sample], list[Sample]],
+    resumed: Optional[int],
+) -> PPOTrainer:
+    train, held_out = samples
+    stop_ids = tuple(sorted({*job.tokenizer.end_token_ids, *config.sampling.stop_token_ids}))
+    generation = Generation(
+        engine=engine,
+        critic=critic,
+        reward=reward,
+        topology=job.topology,
+        chunk_size=config.critic.infer_batch_size,
+        pad_id=job.tokenizer.pad_id,
+        answer_deadline=config.critic.request_timeout,
+    )
+    return PPOTrainer(
+        config=config,
+        topology=job.topology,
+        tokenizer=job.tokenizer,
+        policy=policy,
+        engine=engine,
+        critic=critic if config.critic.place is not CriticPlace.none else None,
+        generation=generation,
+        validator=Validator(
+            generation, held_out, max_output_len=config.engine.max_output_len, stop_token_ids=stop_ids
+        ),
+        checkpoints=PairedCheckpoints(
+            job.folder.checkpoints, config.checkpoint, policy=policy, critic=critic, topology=job.topology
+        ),
+        recorder=Recorder(
+            config,
+            job.folder if job.topology.is_reporter else None,
+            resumed=resumed,
+            synchronise=synchronise if ON_GPU else None,
+            settings=to_dict(config),
+        ),
+        train_samples=train,
+        stop_token_ids=stop_ids,
+    )
+
+
+def build_policy(config: ActorConfig, topology: Topology) -> Policy:
+    return Policy(
+        config.model,
+        config.optim,
+        topology,
+        loss=PolicyLoss(config.sampling.temperature, config.ppo.clip, config.ppo.entropy_bonus),
+        micro_batch_size=config.ppo.micro_batch_size,
+        reference=config.ppo.reference,
+    )
+
+
+def scores_itself(config: ActorConfig) -> bool:
+    """Whether this job scores responses, not the critic job."""
+    return config.reward.place is RewardPlace.actor

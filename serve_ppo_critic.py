@@ -1,0 +1,41 @@
+"""The critic job: critic and reward on their own grid, served to the actor job over PyTriton.
+
+    python serve_ppo_critic.py model.checkpoint=DIR tasks=chain_sum       (one rank; also under torchrun and srun)"""
+
+import logging
+
+from aligner.runtime.errors import run_main
+from aligner.runtime.signals import StopSignals
+
+stop = StopSignals.install()  # before torch is imported: a signal may come while it is
+log = logging.getLogger("aligner.critic")
+
+
+def main() -> int:
+    from aligner.algorithms.assemble import start_job
+    from aligner.algorithms.critic_job import build_critic_job
+    from aligner.config.jobs import CriticConfig
+    from aligner.config.load import load
+    from aligner.parallel.startup import shutdown
+    from aligner.serving.server import Place, serve
+
+    config = load(CriticConfig, config_name="ppo_critic")
+    job = start_job(config, "critic")
+    backend = build_critic_job(config, job)
+    reason = serve(
+        backend,
+        config.serving,
+        place=Place(job.folder.path),
+        group=job.topology.cpu_group if job.topology.world_size > 1 else None,
+        should_stop=lambda: stop.stopping,
+        grid=job.grid,
+        on_ready=lambda info: job.record(endpoint=info.address),
+    )
+    log.info("the critic job ends: %s", reason)
+    backend.close()
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
