@@ -56,9 +56,12 @@ def plan(
     return Plan(cut, rows_each)
 
 
-def width(longest: int, multiple: int) -> int:
-    """W of a micro-batch whose longest row has `longest` tokens: at least 2, so that there is a next token to be about."""
-    return -(-max(longest, 2) // multiple) * multiple
+def widths(plan: Plan, lengths: Sequence[int], *, multiple: int, uniform: bool = False) -> list[int]:
+    """W of each micro-batch: its longest row rounded up to a multiple of `multiple`, and at least 2, so that there is a next token to
+    be about. uniform: the largest of them for all."""
+    longest = [max((lengths[row] for row in rows), default=0) for rows in plan.micro_batches]
+    found = [-(-max(n, 2) // multiple) * multiple for n in longest]
+    return [max(found)] * len(found) if uniform else found
 
 
 def build(
@@ -68,17 +71,16 @@ def build(
     fields: Mapping[str, Tensor],
     *,
     rows_each: int,
-    multiple: int,
+    width: int,
     device: torch.device,
 ) -> MicroBatch:
-    """One micro-batch on `device`. tokens [B, S], lengths [B], fields [B, S] on the CPU; W is the longest chosen row rounded up to a
-    multiple of `multiple`, and what lies beyond S is padding."""
+    """One micro-batch on `device`: m = rows_each, W = width. tokens [B, S], lengths [B], fields [B, S] on the CPU; what lies beyond S
+    is padding."""
     rows = torch.tensor(chosen, dtype=torch.int64)
-    wide = width(int(lengths[rows].max()) if chosen else 0, multiple)
 
     def cut(x: Tensor) -> Tensor:
-        y = torch.zeros(rows_each, wide, dtype=x.dtype)
-        part = x[rows, :wide]
+        y = torch.zeros(rows_each, width, dtype=x.dtype)
+        part = x[rows, :width]
         y[: len(chosen), : part.size(1)] = part
         return y.to(device, non_blocking=True)
 

@@ -36,13 +36,21 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """The micro-batches of this rank. tokens [B, S] int64, lengths [B] int64, fields [B, S], the same on every rank."""
     sizes = lengths.tolist()
-    interleaved = topology.pipeline if topology.virtual_pipeline else 1
-    parts = balance_rows(sizes, topology.data)
-    plan = cutting.plan(sizes, parts, topology.data_rank, micro_batch_size=micro_batch_size, count_multiple=interleaved)
+    interleaved = topology.virtual_pipeline is not None
+    plan = cutting.plan(
+        sizes,
+        balance_rows(sizes, topology.data),
+        topology.data_rank,
+        micro_batch_size=micro_batch_size,
+        count_multiple=topology.pipeline if interleaved else 1,
+    )
+    # The interleaved schedule needs one width: with two stages, where the previous and the next rank are the same, Megatron sends the
+    # shapes of both directions in an order that the receiver takes for the other one.
     multiple = cutting.width_multiple(topology.tensor, ON_GPU)
+    widths = cutting.widths(plan, sizes, multiple=multiple, uniform=interleaved)
     return [
-        cutting.build(rows, tokens, lengths, fields, rows_each=plan.rows_each, multiple=multiple, device=DEVICE)
-        for rows in plan.micro_batches
+        cutting.build(rows, tokens, lengths, fields, rows_each=plan.rows_each, width=width, device=DEVICE)
+        for rows, width in zip(plan.micro_batches, widths, strict=True)
     ]
 
 

@@ -51,68 +51,67 @@ def _train_critic(critic):
     return found, *(x.numpy() for x in critic.values(batch.tokens, batch.lengths))
 
 
-def _grids_body(rank, folder, cases):
-    """[(policy's results, critic's results)] of each case (grid, micro-batch size, ZeRO-1)."""
-    return [
-        (
-            _train_policy(_policy(folder, topology, micro=micro, zero=zero)),
-            _train_critic(_critic(folder, topology, micro=micro, zero=zero)),
-        )
-        for grid, micro, zero in cases
-        for topology in topologies(grid)
-    ]
+# model -> (family, tied)
+MODELS = {"untied": ("llama", False), "tied": ("llama", True), "qwen3": ("qwen3", False)}
+TENSOR, SEQUENCE, PIPELINE, VIRTUAL = (2, 1, None, False), (2, 1, None, True), (1, 2, None, False), (1, 2, 2, False)
+
+# ranks -> (grid, micro-batch size, ZeRO-1)
+GRIDS = {
+    1: [(ONE, 2, False), (ONE, 1, False), (ONE, 4, False), (ONE, 6, True)],
+    2: [
+        (ONE, 2, False),
+        (ONE, 2, True),
+        (TENSOR, 2, False),
+        (SEQUENCE, 4, False),
+        (PIPELINE, 2, False),
+        (PIPELINE, 1, True),
+        (VIRTUAL, 2, False),
+    ],
+    4: [(ONE, 2, True), ((2, 2, None, False), 2, False), ((2, 2, 2, True), 1, False), (SEQUENCE, 2, True)],
+}
+
+
+def _grids_body(rank, folders, cases):
+    """{model: [(policy's results, critic's results) of each case]}"""
+    return {model: [_case(folder, *case) for case in cases] for model, folder in folders.items()}
+
+
+def _case(folder, grid, micro, zero):
+    topology = next(topologies(grid))
+    policy = _train_policy(_policy(folder, topology, micro=micro, zero=zero))
+    return policy, _train_critic(_critic(folder, topology, micro=micro, zero=zero))
 
 
 def _write_body(rank, folders):
-    for folder, tied in folders:
-        write_checkpoint(folder, tied=tied)
+    for model, folder in folders.items():
+        family, tied = MODELS[model]
+        write_checkpoint(folder, family, tied=tied)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """{tied: folder}"""
+    """{model: folder}"""
     base = tmp_path_factory.mktemp("checkpoints")
-    folders = {False: base / "untied", True: base / "tied"}
-    run_ranks(_write_body, 1, [(folder, tied) for tied, folder in folders.items()])
+    folders = {model: base / model for model in MODELS}
+    run_ranks(_write_body, 1, folders)
     return folders
 
 
 @pytest.fixture(scope="module")
 def one_rank(checkpoints):
-    """{tied: results on one rank with micro-batches of two}"""
-    return {tied: run_ranks(_grids_body, 1, folder, [(ONE, 2, False)])[0][0] for tied, folder in checkpoints.items()}
+    """{model: results of GRIDS[1]}"""
+    return run_ranks(_grids_body, 1, checkpoints, GRIDS[1])[0]
 
 
-GRIDS = {
-    "one rank, micro-batches of 1, 4 and 6": (1, [(ONE, 1, False), (ONE, 4, False), (ONE, 6, True)]),
-    "two ranks": (
-        2,
-        [
-            (ONE, 2, False),
-            (ONE, 2, True),
-            ((2, 1, None, False), 2, False),
-            ((2, 1, None, True), 4, False),
-            ((1, 2, None, False), 2, False),
-            ((1, 2, None, False), 1, True),
-            ((1, 2, 2, False), 2, False),
-        ],
-    ),
-    "four ranks": (
-        4,
-        [(ONE, 2, True), ((2, 2, None, False), 2, False), ((2, 2, 2, True), 1, False), ((2, 1, None, True), 2, True)],
-    ),
-}
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", GRIDS)
-def test_three_steps_are_the_same_on_every_grid(checkpoints, one_rank, name, tied):
-    world, cases = GRIDS[name]
-    ranks = run_ranks(_grids_body, world, checkpoints[tied], cases)
+@pytest.mark.parametrize("world", GRIDS)
+def test_three_steps_are_the_same_on_every_grid(checkpoints, one_rank, world):
+    cases = GRIDS[world]
+    ranks = [one_rank] if world == 1 else run_ranks(_grids_body, world, checkpoints, cases, deadline=300)
     for results in ranks:
-        for case, (policy, critic) in zip(cases, results, strict=True):
-            _same(policy, one_rank[tied][0], f"policy {case}")
-            _same(critic, one_rank[tied][1], f"critic {case}")
+        for model, found in results.items():
+            for case, (policy, critic) in zip(cases, found, strict=True):
+                _same(policy, one_rank[model][0][0], f"policy {model} {case}")
+                _same(critic, one_rank[model][0][1], f"critic {model} {case}")
 
 
 def _same(found, wanted, what):
@@ -204,7 +203,7 @@ def _torch_critic():
 
 
 def test_steps_are_those_of_plain_torch_on_hugging_face_models(checkpoints):
-    ours, theirs = run_ranks(_oracle_body, 1, checkpoints[False])[0]
+    ours, theirs = run_ranks(_oracle_body, 1, checkpoints["untied"])[0]
     for found, wanted, what in zip(ours, theirs, ("policy", "critic"), strict=True):
         _same(found, wanted, what)
 
@@ -290,7 +289,7 @@ def _head_learns_faster(folder, topology):
 
 
 def test_garbage_references_skipped_steps_and_the_heads_learning_rate(checkpoints):
-    run_ranks(_behaviour_body, 2, checkpoints[False])
+    run_ranks(_behaviour_body, 2, checkpoints["untied"])
 
 
 def _bfloat16_body(rank, folder):
@@ -303,7 +302,7 @@ def _bfloat16_body(rank, folder):
 
 
 def test_bfloat16_with_float32_master_weights_follows_float32(checkpoints, one_rank):
-    for metrics, _ in run_ranks(_bfloat16_body, 2, checkpoints[False])[0]:
-        for one, other in zip(metrics, one_rank[False][0][0], strict=True):
+    for metrics, _ in run_ranks(_bfloat16_body, 2, checkpoints["untied"])[0]:
+        for one, other in zip(metrics, one_rank["untied"][0][0][0], strict=True):
             assert one["loss"] == pytest.approx(other["loss"], abs=0.1)
             assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.2)

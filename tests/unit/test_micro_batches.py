@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.models.micro_batches import build, plan, scatter, width, width_multiple
+from aligner.models.micro_batches import Plan, build, plan, scatter, width_multiple, widths
 
 CPU = torch.device("cpu")
 
@@ -48,15 +48,18 @@ def test_a_micro_batch_size_of_zero_is_refused():
 
 
 def test_width_is_the_longest_row_rounded_up():
-    assert [width(n, 4) for n in (0, 1, 4, 5, 16)] == [4, 4, 4, 8, 16]
-    assert width(0, 1) == 2 and width(21, 1) == 21
+    lengths = [1, 4, 5, 16]
+    cut = Plan([[], [0], [0, 1], [2, 0], [3]], rows_each=2)
+    assert widths(cut, lengths, multiple=4) == [4, 4, 4, 8, 16]
+    assert widths(cut, lengths, multiple=1) == [2, 2, 4, 5, 16]
+    assert widths(cut, lengths, multiple=4, uniform=True) == [16] * 5
     assert width_multiple(1, on_gpu=False) == 1 and width_multiple(3, on_gpu=True) == 48
 
 
 def test_a_micro_batch_holds_its_rows_and_masked_padding():
     tokens = torch.arange(1, 25).reshape(3, 8)
     mask = torch.ones(3, 8, dtype=torch.bool)
-    micro = build([2, 0], tokens, torch.tensor([3, 8, 5]), {"mask": mask}, rows_each=3, multiple=2, device=CPU)
+    micro = build([2, 0], tokens, torch.tensor([3, 8, 5]), {"mask": mask}, rows_each=3, width=6, device=CPU)
     assert micro.tokens.tolist() == [[17, 18, 19, 20, 21, 22], [1, 2, 3, 4, 5, 6], [0] * 6]
     assert micro.lengths.tolist() == [5, 3, 1]
     assert micro.fields["mask"][:2].all() and not micro.fields["mask"][2].any()
@@ -65,7 +68,10 @@ def test_a_micro_batch_holds_its_rows_and_masked_padding():
 
 def test_scatter_puts_rows_back_and_drops_columns_beyond_the_batch():
     tokens, lengths = torch.zeros(4, 5, dtype=torch.int64), torch.tensor([5, 1, 4, 2])
-    micro = [build(rows, tokens, lengths, {}, rows_each=2, multiple=4, device=CPU) for rows in ([0, 2], [3])]
+    micro = [
+        build(rows, tokens, lengths, {}, rows_each=2, width=width, device=CPU)
+        for rows, width in (([0, 2], 8), ([3], 4))
+    ]
     parts = [torch.full((2, 8), 1.0), torch.full((2, 4), 2.0)]
     assert scatter(parts, micro, (4, 5)).tolist() == [[1.0] * 5, [0.0] * 5, [1.0] * 5, [2.0] * 4 + [0.0]]
     ends = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 9.0])]
