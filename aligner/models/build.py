@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aligner.config.groups import Recompute
-from aligner.models.model_config import HEADS, ModelShape
+from aligner.models.model_config import ModelShape
 from aligner.models.spec import block_spec, transformer_config
 from aligner.parallel.device import DEVICE
 from aligner.parallel.topology import Topology
@@ -18,15 +18,24 @@ from aligner.models.heads import ResponseOutput, ValueHead  # isort: skip
 
 
 def build_model(
-    shape: ModelShape, topology: Topology, *, head: str, dtype: torch.dtype, recompute: Recompute = Recompute.none
+    shape: ModelShape,
+    topology: Topology,
+    *,
+    head: str,
+    dtype: torch.dtype,
+    recompute: Recompute = Recompute.none,
+    initialise: bool = True,
 ) -> list[torch.nn.Module]:
-    """This rank's chunks, first stage first: one, or virtual_pipeline of them. Weights are random until they are loaded.
+    """This rank's chunks, first stage first: one, or virtual_pipeline of them, on DEVICE.
 
-    head: lm, value or score, whatever shape.head says. In bfloat16 each chunk is wrapped in Float16Module; unwrap() takes wrappers off.
-    Every rank of the world calls it (tied embeddings are summed over a group)."""
-    if head not in HEADS:
-        raise ValueError(f"head must be one of {', '.join(HEADS)}, got {head!r}")
-    config = transformer_config(shape, topology, dtype=dtype, recompute=recompute)
+    head must be shape.head (see ModelShape.with_head), since loading and export go by the shape. In bfloat16 each chunk is wrapped in
+    Float16Module; unwrap() takes wrappers off. Weights are random, or, where initialise is False, whatever lay in memory: for a
+    caller that loads all of them. Every rank of the world calls it (tied embeddings are summed over a group)."""
+    if head != shape.head:
+        raise ValueError(
+            f"the head asked for is {head!r}, but the shape has {shape.head!r}; use shape.with_head({head!r})"
+        )
+    config = transformer_config(shape, topology, dtype=dtype, recompute=recompute, initialise=initialise)
     stages = [None] if topology.virtual_pipeline is None else range(topology.virtual_pipeline)
     chunks = [_build_chunk(shape, topology, config, head, stage).to(DEVICE) for stage in stages]
     return [Float16Module(config, chunk) for chunk in chunks] if dtype == torch.bfloat16 else chunks

@@ -18,7 +18,7 @@ def has_transformer_engine() -> bool:
 
 
 def transformer_config(
-    shape: ModelShape, topology: Topology, *, dtype: torch.dtype, recompute: Recompute
+    shape: ModelShape, topology: Topology, *, dtype: torch.dtype, recompute: Recompute, initialise: bool
 ) -> TransformerConfig:
     """The TransformerConfig of one rank. Dropout is off: a policy must give a token the same probability each time."""
     fused = has_transformer_engine()
@@ -48,6 +48,7 @@ def transformer_config(
         variable_seq_lengths=topology.pipeline > 1,  # each micro-batch is as wide as its own longest row
         moe_token_dispatcher_type="alltoall",  # the default one refuses variable lengths, experts or none
         use_cpu_initialization=not ON_GPU,
+        perform_initialization=initialise,
         cuda_graph_scope=[],
         deallocate_pipeline_outputs=True,
         # Sends and receives one at a time: overlapped ones with virtual stages give silently wrong numbers on gloo.
