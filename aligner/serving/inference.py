@@ -81,11 +81,10 @@ class Inference:
     def _values(self, rows: Mapping[int, CriticRows]) -> "dict[int, Future[Any]]":
         """One forward pass for all requests that want the same; where it fails, each request by itself, so that one bad
         request fails alone. deterministic: always each by itself."""
-        if not self._deterministic:
-            groups = [[i for i, r in rows.items() if r.values is wanted] for wanted in (True, False)]
-        else:
-            groups = [[i] for i in rows]
-        calls = {tuple(g): self._call_rows(_merge([rows[i] for i in g])) for g in groups if g}
+        alike: dict[Any, list[int]] = {}
+        for i, r in rows.items():
+            alike.setdefault(i if self._deterministic else (r.values, r.tokens.size(1)), []).append(i)
+        calls = {tuple(g): self._call_rows(_merge([rows[i] for i in g])) for g in alike.values()}
         outcomes: dict[int, Future[Any]] = {}
         for group, call in calls.items():
             if len(group) > 1 and isinstance(call.exception(), CallFailed):

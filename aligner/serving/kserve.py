@@ -158,4 +158,4 @@ def _reason(error: Exception) -> str:
         error, (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)
     ):
         return "the server closed the connection"
-    return str(error) or type(error).__name__
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -40,7 +40,7 @@ class CallFailed(RequestFailed):
         self.clean = clean
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """A call that waits for the main thread."""
 

@@ -96,12 +96,10 @@ def _serve_rank0(
     grid: str,
     on_ready: Callable[[EndpointInfo], None],
 ) -> str:
-    address = access.resolve_bind(config.bind, os.environ)
-    token_file = Path(config.token_file) if config.token_file else None
-    if token_file is None and not access.is_loopback(address):
-        token_file = place.token_file
+    address, token_file = _address_and_token_file(config, place)
     token = None if token_file is None else access.make_token(token_file)
     contract = Contract.of(backend.status())
+    assert contract.step is not None, "a backend's status has its step"
     reception = Reception(token)
     control = Control(
         backend, loop, reception, contract=contract, run_folder=place.run_folder, max_rows=config.max_rows
@@ -148,6 +146,14 @@ def _serve_rank0(
     finally:
         loop.close("it has ended")
         leave()
+
+
+def _address_and_token_file(config: ServingConfig, place: Place) -> tuple[str, Optional[Path]]:
+    """Where to bind, and the file of the token: always one where others could reach the address."""
+    address = access.resolve_bind(config.bind, os.environ)
+    if config.token_file is not None:
+        return address, Path(config.token_file)
+    return address, None if access.is_loopback(address) else place.token_file
 
 
 def _reasons_to_end(
