@@ -22,6 +22,16 @@ def test_by_hand(junk):
     torch.testing.assert_close(values.grad, torch.tensor([[0.0, -1.5 / 4, 0.1 / 4, 0.0]]))
 
 
+def test_both_sides_are_clipped():
+    """v = -1 becomes -0.3, 0.2 below its old value, and 1 becomes 0.3."""
+    values = torch.tensor([[-1.0, 1.0]])
+    old, returns = torch.tensor([[-0.1, 0.1]]), torch.tensor([[-2.0, 2.0]])
+    loss, metrics = clipped_value_loss(
+        values, old, returns, torch.ones(1, 2, dtype=torch.bool), clip=0.2, denominator=1
+    )
+    assert loss.item() == pytest.approx(2 * 0.5 * 1.7**2) and metrics["value_clipped"] == 2
+
+
 def test_without_clipping_it_is_half_the_squared_error():
     values, returns = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.5]])
     mask = torch.ones(1, 2, dtype=torch.bool)
