@@ -4,6 +4,7 @@ On a CPU in float32, oneDNN takes 0.5 to 0.9 of the time of the BLAS behind F.li
 4 to 64 rows), on plain weights, so that a refit stays a copy. Weights packed ahead for it would save a further quarter of a step, but
 packing after each refit costs as much as twenty steps and twice the memory. The operator is private to torch, so it is probed first."""
 
+import math
 import time
 from enum import Enum
 from typing import Callable, Optional
@@ -51,15 +52,16 @@ def choose_kernel(
     plain = F.linear(x, weight)
     if answer.shape != plain.shape or not torch.allclose(answer, plain):
         return Kernel.plain
-    faster = _seconds(lambda: onednn_linear(x, weight, None)) < MARGIN * _seconds(lambda: F.linear(x, weight))
-    return Kernel.onednn if faster else Kernel.plain
+    onednn_time, plain_time = fastest(lambda: onednn_linear(x, weight, None), lambda: F.linear(x, weight))
+    return Kernel.onednn if onednn_time < MARGIN * plain_time else Kernel.plain
 
 
-def _seconds(call: Callable[[], Tensor], repeats: int = 5) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def fastest(*calls: Callable[[], Tensor], repeats: int = 5) -> list[float]:
+    """The least seconds that each call took, of `repeats`. They take turns, so that a busy machine slows all of them alike."""
+    best = [math.inf] * len(calls)
+    for _ in range(repeats + 1):  # the first to warm up
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best

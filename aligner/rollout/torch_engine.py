@@ -69,7 +69,7 @@ class TorchEngine:
 
     def refit(self, update: WeightUpdate) -> RefitCertificate:
         """Every tensor in place. RuntimeError while requests run (nothing changes then); ValueError for an update that does not
-        fit, which poisons the engine."""
+        fit, which poisons the engine. No keys or values outlive their request, so none of the old weights remain."""
         self._require_open("refit")
         self._require_no_requests("refit")
         if update.kind != "full":
