@@ -1,10 +1,11 @@
 """Weight checkpoints: torch_dist files under NeMo's names (prefix `model.`, Transformer Engine's layer names), from and to any layout."""
 
+import copy
 import logging
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,9 @@ def sharded_weights(chunks: list[torch.nn.Module], topology: Topology, *, per_la
     found = []
     for model in map(unwrap, chunks):
         state = model.sharded_state_dict(metadata=metadata)
-        state = {name: value for name, value in state.items() if isinstance(value, (ShardedTensor, ShardedTensorFactory))}
+        state = {
+            name: value for name, value in state.items() if isinstance(value, (ShardedTensor, ShardedTensorFactory))
+        }
         add_prefix_for_sharding(state, PREFIX)
         found.append(state)
     return found[0] if len(found) == 1 else {f"model{i}": state for i, state in enumerate(found)}
@@ -94,11 +97,12 @@ def load_weights(chunks: list[torch.nn.Module], shape: ModelShape, topology: Top
     _refuse_other_architecture(folder, found, shape)
     with opened(folder, topology) as unpacked:
         on_disk = _tensors_on_disk(unpacked / WEIGHTS, folder)
-        weights = sharded_weights(chunks, topology, per_layer=any(map(_LAYER_KEY.match, on_disk)))
+        per_layer = any(map(_LAYER_KEY.match, on_disk))
+        weights = sharded_weights(chunks, topology, per_layer=per_layer)
         _refuse_other_tensors(folder, {t.key for t in _flat(weights)}, on_disk, topology)
         _drop_absent_head(weights, on_disk, chunks, folder)
-        for tensor in _flat(weights):
-            _widen_to_all_layers(tensor, on_disk[tensor.key].global_shape[0])
+        if not per_layer and found.num_layers != shape.num_layers:
+            _within(weights, found.num_layers, topology)
         # Not all of the checkpoint need be read (fewer layers, another head), which the check of its coverage would refuse.
         loaded = dist_checkpointing.load(weights, str(unpacked / WEIGHTS), validate_access_integrity=False)
     for i, model in enumerate(map(unwrap, chunks)):
@@ -149,20 +153,49 @@ def _drop_absent_head(
             logger.info("%s has no value or score head: it starts at zero", folder)
 
 
-def _widen_to_all_layers(tensor: ShardedTensor | ShardedTensorFactory, layers: int) -> None:
-    """Stacked layers are addressed within the checkpoint's number of layers, which may be larger than the model's.
+def _within(weights: dict[str, Any], layers: int, topology: Topology) -> None:
+    """Address stacked layers within the checkpoint's number of them, which may be larger than the model's.
 
-    A factory (of the first MLP product, whose gate and up halves are two shards) makes its tensors only while it is loaded."""
-    if isinstance(tensor, ShardedTensorFactory):
-        build = tensor.build_fn
+    On one rank megatron-core can only read a tensor whole, so the layers that are not wanted are read too, and dropped."""
+    first = {name: tensor for name, tensor in weights.items() if name.startswith("decoder.layers.0.")}
+    own = sum(name.startswith("decoder.layers.") for name in weights) // max(1, len(first))
+    for tensor in _flat(weights):
+        if tensor.key.startswith(LAYERS):
+            _edit(tensor, lambda part: _widen(part, layers))
+    if topology.world_size == 1:
+        for layer in range(own, layers):
+            for name, tensor in first.items():
+                weights[f"unread.{layer}.{name}"] = _unread(tensor, layer)
 
-        def widened(*args, **kwargs):
-            parts = build(*args, **kwargs)
-            for part in parts:
-                _widen_to_all_layers(part, layers)
-            return parts
 
-        tensor.build_fn = widened
-    elif tensor.prepend_axis_num:
-        tensor.global_shape = (layers, *tensor.global_shape[1:])
-        tensor.axis_fragmentations = (layers, *tensor.axis_fragmentations[1:])
+def _edit(tensor: ShardedTensor | ShardedTensorFactory, edit: Callable[[ShardedTensor], None]) -> None:
+    """Change a sharded tensor, or those that a factory makes while it is loaded (of the first MLP product: gate and up)."""
+    if not isinstance(tensor, ShardedTensorFactory):
+        edit(tensor)
+        return
+    build = tensor.build_fn
+
+    def edited(*args, **kwargs):
+        parts = build(*args, **kwargs)
+        for part in parts:
+            edit(part)
+        return parts
+
+    tensor.build_fn = edited
+
+
+def _widen(tensor: ShardedTensor, layers: int) -> None:
+    tensor.global_shape = (layers, *tensor.global_shape[1:])
+    tensor.axis_fragmentations = (layers, *tensor.axis_fragmentations[1:])
+
+
+def _unread(tensor: ShardedTensor | ShardedTensorFactory, layer: int):
+    """A sharded tensor like one of layer 0, of another layer, with memory of its own."""
+    other = copy.copy(tensor)
+    other.data = torch.empty_like(tensor.data)
+
+    def move(part: ShardedTensor) -> None:
+        part.global_offset = (layer, *part.global_offset[1:])
+
+    _edit(other, move)
+    return other

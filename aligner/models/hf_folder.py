@@ -44,7 +44,7 @@ class SafeTensors(Mapping[str, Tensor]):
                 f"{folder} has no *.safetensors; pickled weights (*.bin) are not read, save them as safetensors"
             )
         self._opened = [safe_open(file, framework="pt") for file in files]
-        self._of = {name: file for file in self._opened for name in file.keys()}
+        self._of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     def __getitem__(self, name: str) -> Tensor:
         return self._of[name].get_tensor(name)

@@ -57,6 +57,7 @@ def _layouts(rank, folder):
 
     for tied in (False, True):
         model, shape = tiny_hf("llama", tied=tied)
+        small = shape.with_layers(2)
         weights, target = weights_of(model), f"{folder}/{tied}"
         for topology in topologies(SAVED):
             save_weights(_built(shape, topology, weights), shape, topology, target)
@@ -67,6 +68,11 @@ def _layouts(rank, folder):
             load_weights(chunks, shape, topology, target)
             back = _exported(chunks, shape, topology)
             assert set(back) == set(weights) and all(torch.equal(back[n], weights[n]) for n in back), topology
+        for topology in topologies((1, 2, None, False)):
+            chunks = _built(small, topology)
+            load_weights(chunks, small, topology, target)
+            back = _exported(chunks, small, topology)
+            assert len(back) < len(weights) and all(torch.equal(back[n], weights[n]) for n in back)
         for topology in topologies((2, 1, None, False)):
             chunks = _built(shape, topology, dtype=torch.bfloat16)
             load_weights(chunks, shape, topology, target)
