@@ -6,6 +6,7 @@ log-probs of policy and reference, values, rewards, advantages. `other` has the 
 import json
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from workload import CLIP, KL, LEARNING_RATE, worker_arguments
@@ -27,6 +28,7 @@ class TimedCritic(LocalCritic):
     def __init__(self, backend) -> None:
         super().__init__(backend)
         self.inference, self.training = [0.0], []
+        self.cpu = [time.process_time()]
 
     def infer(self, rows):
         began = time.perf_counter()
@@ -39,6 +41,7 @@ class TimedCritic(LocalCritic):
         answer = super().train(step, batch)
         self.training.append(time.perf_counter() - began)
         self.inference.append(0.0)
+        self.cpu.append(time.process_time())
         return answer
 
 
@@ -105,12 +108,13 @@ def build(options, folder: str) -> tuple[PPOTrainer, TimedCritic, Job]:
     return trainer, critic, job
 
 
-def phases(row: dict, inference: float, training: float) -> dict[str, float]:
+def phases(row: dict, *, inference: float, training: float, cpu: float) -> dict[str, float]:
     """One row of metrics.jsonl and the critic's share, as trl_ppo.py counts."""
     told = {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
     generate = told["generate"] - inference
     score = told["logprobs"] + told["advantages"] + inference
     common = {"generate": generate, "score": score, "train": told["train"], "step": told["step"]}
+    common["cpu"] = cpu
     common["other"] = told["step"] - generate - score - told["train"]
     own = {"refit": told["refit"], "logprobs": told["logprobs"], "critic inference": inference}
     return common | own | {"critic training": training, "policy training": told["train"] - training}
@@ -123,9 +127,10 @@ def main() -> None:
         trainer.fit(resume_from=None)
         trainer.recorder.close()
         rows = [json.loads(line) for line in (Path(job.folder.path) / "metrics.jsonl").read_text().splitlines()]
-        for row, inference, training in zip(rows, critic.inference, critic.training, strict=False):
+        cpu = [later - earlier for earlier, later in pairwise(critic.cpu)]  # from one critic update to the next
+        for row, *own in zip(rows, critic.inference, critic.training, cpu, strict=False):
             assert row["response/length"] == options.response, row["response/length"]
-            print("STEP", json.dumps(phases(row, inference, training)), flush=True)
+            print("STEP", json.dumps(phases(row, **dict(zip(("inference", "training", "cpu"), own)))), flush=True)
         shutdown()
 
 

@@ -21,7 +21,7 @@ import psutil
 from trl_env import trl_python
 from workload import ROOT, SHAPES, Shape, Workload, converted, machine, prepare
 
-PHASES = ("generate", "score", "train", "other", "step")
+PHASES = ("generate", "score", "train", "other", "step", "cpu")  # cpu: seconds of all cores in a step
 WARM_UP = 1
 
 

@@ -1,6 +1,6 @@
 """One process of TRL's PPO trainer, timed by phase. Runs in TRL's environment (trl_env.py), started by ppo_step.py.
 
-Prints a line `STEP {...}` a step: seconds of generate, score (reference, values, rewards and what follows from them), train, other, step.
+Prints a line `STEP {...}` a step: seconds of generate, score (reference, values, rewards and what follows from them), train, other and step, and its CPU seconds.
 Policy, value and reward model start from the given folders; responses have a fixed length, as on the other side."""
 
 import argparse
@@ -36,7 +36,7 @@ class PhaseClock(TrainerCallback):
 
     def __init__(self) -> None:
         self.began: float | None = None
-        self.generated = self.training = self.trained = 0.0
+        self.generated = self.training = self.trained = self.cpu = 0.0
 
     def watch(self, module) -> None:
         """Time module.batch_generation and the first module.forward that has gradients."""
@@ -44,7 +44,7 @@ class PhaseClock(TrainerCallback):
 
         def timed_generation(*args, **kwargs):
             self.end_step()
-            self.began, self.training = time.perf_counter(), 0.0
+            self.began, self.training, self.cpu = time.perf_counter(), 0.0, time.process_time()
             result = generate(*args, **kwargs)
             self.generated = time.perf_counter()
             return result
@@ -69,6 +69,7 @@ class PhaseClock(TrainerCallback):
             "train": self.trained - self.training,
             "other": now - self.trained,
             "step": now - self.began,
+            "cpu": time.process_time() - self.cpu,
         }
         print("STEP", json.dumps(phases), flush=True)
 
