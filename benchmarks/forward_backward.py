@@ -1,9 +1,10 @@
 """Forward and backward pass of the policy through Megatron's schedule against Hugging Face's model, on the same rows.
 
-    python benchmarks/forward_backward.py [--shape tiny|smollm2] [--model DIR] [--dtype float32|bfloat16] [--rows 16] ...
+    python benchmarks/forward_backward.py [--shape tiny|smollm2] [--model DIR] [--dtype float32|bfloat16] [--rows 16]
 
-Both compute the mean negative log-prob of the tokens under the mask, in one process, taking turns. Two masks are measured: `every token`, and
-`response`, what PPO trains on, for which Hugging Face too is asked for no more logits than it can leave out (its logits_to_keep)."""
+Both compute the mean negative log-prob of the tokens under the mask, in one process, taking turns; the first turn checks that losses
+and gradient norms agree. Two masks: `every token`, and `response`, what PPO trains on. Hugging Face too is asked for no more logits
+than it can leave out (its logits_to_keep)."""
 
 import argparse
 import json

@@ -38,7 +38,12 @@ class Side:
 
     def turn(self, threads: int) -> None:
         """One process from start to end."""
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         process = subprocess.Popen(
             self.command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -113,7 +118,9 @@ def sides(work: Workload, shape: Shape, options: argparse.Namespace) -> dict[str
 def report(measured: dict[str, Side]) -> str:
     """Medians over all turns, as a markdown table; `ratio`: that side's step over ours."""
     ours = measured["aligner"]
-    lines = ["| side | " + " | ".join(f"{p} (s)" for p in PHASES) + " | step, lowest to highest | peak MiB | step ratio |"]
+    lines = [
+        "| side | " + " | ".join(f"{p} (s)" for p in PHASES) + " | step, lowest to highest | peak MiB | step ratio |"
+    ]
     lines.append("|---|" + "---|" * (len(PHASES) + 3))
     for name, side in measured.items():
         steps = [s["step"] for s in side.steps]

@@ -1,7 +1,7 @@
 """One process of TRL's PPO trainer, timed by phase. Runs in TRL's environment (trl_env.py), started by ppo_step.py.
 
-Prints a line `STEP {...}` a step: seconds of generate, score (reference, values, rewards and what follows from them), train, other and step, and its CPU seconds.
-Policy, value and reward model start from the given folders; responses have a fixed length, as on the other side."""
+Prints a line `STEP {...}` a step: seconds of generate, score (reference, values, rewards and what follows from them), train, other and
+step, and the step's CPU seconds. Responses have a fixed length, as on the other side."""
 
 import argparse
 import gc
@@ -13,16 +13,16 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
-import torch  # noqa: E402 - the variables above are read while the libraries are imported
-from datasets import Dataset  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from datasets import Dataset
+from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     TrainerCallback,
 )
-from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # noqa: E402
-from workload import CLIP, KL, LEARNING_RATE, worker_arguments  # noqa: E402
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+from workload import CLIP, KL, LEARNING_RATE, worker_arguments
 
 
 def arguments() -> argparse.Namespace:

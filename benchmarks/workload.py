@@ -60,7 +60,9 @@ def prepare(name: str, shape: Shape, model: Path | None) -> Workload:
     if model is None and name == "smollm2":
         model = SMOLLM2
     if model is not None and not (model / "config.json").is_file():
-        raise SystemExit(f"{model} is no Hugging Face folder (no config.json): give one with --model, or run `make demo` once")
+        raise SystemExit(
+            f"{model} is no Hugging Face folder (no config.json): give one with --model, or run `make demo` once"
+        )
     source = "random" if model is None else str(model.resolve())
     folder = CACHE / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     policy = make_tiny(folder / "hf") if model is None else model
@@ -106,7 +108,9 @@ def make_reward(policy: Path, folder: Path) -> Path:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(1)
-    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32).save_pretrained(
+        folder
+    )
     AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
     return folder
 
@@ -119,7 +123,9 @@ def make_prompts(policy: Path, folder: Path, shape: Shape) -> Path:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    words = [w for w in sorted({tokenizer.decode([i]).strip() for i in range(len(tokenizer))}) if w.isalnum() and w.isascii()]
+    words = [
+        w for w in sorted({tokenizer.decode([i]).strip() for i in range(len(tokenizer))}) if w.isalnum() and w.isascii()
+    ]
     words = [w for w in words if all(len(encode(tokenizer, s + w)) == 1 for s in ("", " "))]
     draw, texts = random.Random(0), []
     while len(texts) < 4 * shape.rows:
