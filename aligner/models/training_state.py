@@ -1,6 +1,4 @@
-"""The optimizer's part of a checkpoint: `optimizer/` (torch_dist, any layout loads into any other) and trainer_state.json.
-
-Entry scripts need `if __name__ == "__main__":`, since saving spawns a helper process that imports the main module again."""
+"""The optimizer's part of a checkpoint: `optimizer/` (torch_dist, any layout loads into any other) and trainer_state.json."""
 
 import json
 from pathlib import Path
@@ -10,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.models.checkpoint import sharded_weights
+from aligner.models.checkpoint import sharded_weights, write_sharded
 from aligner.models.optimizer import choose_kernel, inner_optimizers
 from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.topology import Topology
 
 from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer.optimizer import MegatronOptimizer  # isort: skip
 
@@ -42,7 +39,7 @@ def save_training(
             target.mkdir(parents=True, exist_ok=True)
         dist.barrier(group=topology.cpu_group)
         found = _sharded(chunks, optimizer, topology, loading=False)
-        dist_checkpointing.save(found, str(target), TorchDistSaveShardedStrategy("torch_dist", 1))
+        write_sharded(found, target)
     if topology.is_reporter:
         folder.mkdir(parents=True, exist_ok=True)
         kind = {"fresh": fresh, **_kind(optimizer)}

@@ -67,7 +67,7 @@ GRIDS = {
         (PIPELINE, 1, True),
         (VIRTUAL, 2, False),
     ],
-    4: [(ONE, 2, True), ((2, 2, None, False), 2, False), ((2, 2, 2, True), 1, False), (SEQUENCE, 2, True)],
+    4: [(ONE, 2, True), ((2, 2, None, False), 2, False), ((2, 2, 2, True), 1, False)],
 }
 
 
@@ -106,6 +106,8 @@ def one_rank(checkpoints):
 @pytest.mark.parametrize("world", GRIDS)
 def test_three_steps_are_the_same_on_every_grid(checkpoints, one_rank, world):
     cases = GRIDS[world]
+    if world == 4:
+        checkpoints = {model: checkpoints[model] for model in ("untied", "tied")}
     ranks = [one_rank] if world == 1 else run_ranks(_grids_body, world, checkpoints, cases, deadline=300)
     for results in ranks:
         for model, found in results.items():

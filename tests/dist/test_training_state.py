@@ -79,7 +79,9 @@ def saved(tmp_path_factory):
     folders = {name: base / name for name in SAVED}
     ends = {}
     for world in (1, 2):
-        ends |= run_ranks(_save_body, world, base / "initial", {n: folders[n] for n in _of_world(world)})[0]
+        ends |= run_ranks(_save_body, world, base / "initial", {n: folders[n] for n in _of_world(world)}, deadline=300)[
+            0
+        ]
     return base / "initial", folders, ends
 
 
@@ -92,7 +94,7 @@ def test_the_same_grid_continues_bit_for_bit(saved, world):
     source, folders, ends = saved
     names = _of_world(world)
     cases = [(name, folders[name], SAVED[name][1]) for name in names]
-    for rank in run_ranks(_load_body, world, source, cases):
+    for rank in run_ranks(_load_body, world, source, cases, deadline=300):
         for name, (metrics, logprobs) in zip(names, rank, strict=True):
             assert metrics == ends[name][0], name
             assert np.array_equal(logprobs, ends[name][1]), name
@@ -101,7 +103,8 @@ def test_the_same_grid_continues_bit_for_bit(saved, world):
 def test_another_grid_continues_closely(saved):
     source, folders, ends = saved
     cases = [(name, folders[name], grid) for name, grids in ELSEWHERE.items() for grid in grids]
-    for (name, _, grid), (metrics, logprobs) in zip(cases, run_ranks(_load_body, 2, source, cases)[0], strict=True):
+    found = run_ranks(_load_body, 2, source, cases, deadline=300)[0]
+    for (name, _, grid), (metrics, logprobs) in zip(cases, found, strict=True):
         for one, other in zip(metrics, ends[name][0], strict=True):
             assert one == pytest.approx(other, abs=1e-4, rel=1e-4), f"{name} on {grid}"
         assert np.allclose(logprobs, ends[name][1], atol=2e-4), f"{name} on {grid}"
