@@ -8,6 +8,7 @@ model that scores every response; one process. TRL runs as it is, and with its g
 Each turn is a fresh process, whose first step is warm-up."""
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -17,7 +18,6 @@ import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import psutil
 from trl_env import trl_python
 from workload import ROOT, SHAPES, Shape, Workload, converted, machine, prepare
 
@@ -57,35 +57,32 @@ class Side:
 
 
 class TreeMemory:
-    """The largest sum of resident sets of a process and its descendants, looked at every 20 ms."""
+    """The sum of the peak resident sets of a process and its descendants, as the kernel keeps them; read five times a second."""
 
     def __init__(self, pid: int) -> None:
-        self._root, self._peak, self._stop = psutil.Process(pid), 0, threading.Event()
+        self._pid, self._peaks, self._stop = pid, {}, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self._peak = max(self._peak, self._now())
+        while not self._stop.wait(0.2):
+            self._read(self._pid)
 
-    def _now(self) -> int:
-        try:
-            tree = [self._root, *self._root.children(recursive=True)]
-        except psutil.Error:
-            return 0
-        return sum(map(_resident, tree))
+    def _read(self, pid: int) -> None:
+        place = Path(f"/proc/{pid}")
+        with contextlib.suppress(OSError, StopIteration):  # it ended while it was read
+            lines = (place / "status").read_text().splitlines()
+            peak = next(line for line in lines if line.startswith("VmHWM:"))
+            self._peaks[pid] = int(peak.split()[1]) * 1024
+            for children in (place / "task").glob("*/children"):
+                for child in children.read_text().split():
+                    self._read(int(child))
 
     def peak(self) -> int:
+        """Bytes."""
         self._stop.set()
         self._thread.join()
-        return self._peak
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.Error:  # ended since it was listed
-        return 0
+        return sum(self._peaks.values())
 
 
 def arguments() -> argparse.Namespace:
