@@ -27,6 +27,7 @@ OVERRIDES_tp3 := parallel.tensor=3
 help:
 	@echo "make demo [GRID=one|dp2|pp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
 	@echo "make test                         run the tests"
+	@echo "make test-faults                  run the longer ones of whole jobs: more grids, more faults"
 	@echo "make lint | docs | clean"
 
 setup: $(READY)
@@ -49,6 +50,9 @@ demo: $(READY) $(MODEL)/model_config.yaml
 
 test: $(READY)
 	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(PY) -m pytest -q tests/unit tests/dist tests/jobs
+
+test-faults: $(READY)
+	cd $(ROOT) && $(PY) -m pytest -q -m faults tests/jobs
 
 lint: $(READY)
 	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

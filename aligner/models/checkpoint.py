@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import queue
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +20,11 @@ from aligner.parallel.topology import Topology
 
 from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 
-__all__ = ["checkpoint_shape", "load_weights", "save_weights", "sharded_weights"]
+__all__ = ["checkpoint_shape", "load_weights", "save_weights", "sharded_weights", "write_sharded"]
 
 PREFIX = "model."
 LAYERS = f"{PREFIX}decoder.layers."
@@ -65,14 +67,20 @@ def save_weights(
     *,
     tokenizer_from: Optional[Path | str] = None,
 ) -> None:
-    """Write model_weights/ and model_config.yaml under `folder`, and copy tokenizer/ of the checkpoint `tokenizer_from`. Collective.
-
-    The entry script needs `if __name__ == "__main__":`, since saving spawns a helper that imports the main module again."""
+    """Write model_weights/ and model_config.yaml under `folder`, and copy tokenizer/ of the checkpoint `tokenizer_from`. Collective."""
     folder = Path(folder)
     agree(_prepare(shape, folder, tokenizer_from) if topology.is_reporter else None, topology)
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-    dist_checkpointing.save(sharded_weights(chunks, topology), str(folder / WEIGHTS), strategy)
+    write_sharded(sharded_weights(chunks, topology), folder / WEIGHTS)
     dist.barrier(group=topology.cpu_group)
+
+
+def write_sharded(state: dict[str, Any], folder: Path) -> None:
+    """Write a sharded state dict as torch_dist files into an existing folder. Collective.
+
+    Megatron hands the writers' results over through a queue in a process of its own, which asynchronous saves need; that process
+    imports torch anew, on every rank. This save returns when all is written, so a plain queue does."""
+    filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1))
 
 
 def _prepare(shape: ModelShape, folder: Path, tokenizer_from: Optional[Path | str]) -> Optional[Exception]:

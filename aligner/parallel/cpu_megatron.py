@@ -218,10 +218,22 @@ def _silence_known_warnings() -> None:
         warnings.filterwarnings("ignore", message=message, category=category)
 
 
+@contextlib.contextmanager
+def _without_compilation():
+    """The first import of megatron.core decorates functions with torch.compile, which imports the whole compiler: 2 s for nothing."""
+    original = torch.compile
+    torch.compile = lambda model=None, **how: model if model is not None else lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
 def install() -> None:
     """Adapt megatron-core to this CPU. Safe to call again; raises RuntimeError for another version of it."""
     _silence_known_warnings()
-    from megatron.core import jit
+    with _without_compilation():
+        from megatron.core import jit
 
     if getattr(jit, "aligner_cpu", False):
         return

@@ -1,0 +1,93 @@
+"""Starts ranks of real entry scripts by fork from a process that has imported everything, so that a test does not pay 10 s of imports a rank.
+
+A started rank runs the script's file as __main__ in a session of its own, with the arguments, environment and output files that it is
+given, and ends as any Python process does. Requests and replies are JSON lines on stdin and stdout; when stdin closes, every rank that
+still runs is killed."""
+
+import contextlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import sys
+
+PRELOADED = (
+    "aligner.algorithms.assemble",
+    "aligner.algorithms.critic_job",
+    "aligner.config.load",
+    "aligner.rewards.source",
+    "aligner.rollout.torch_engine",
+    "aligner.runtime.report",
+    "aligner.serving.client",
+    "aligner.serving.local",
+    "aligner.serving.server",
+    "torch.utils.tensorboard",
+    "transformers",
+)
+
+
+def serve() -> dict:
+    """Answer until stdin closes. Returns in a started rank alone, with its request."""
+    running: set[int] = set()
+    buffered = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.05)
+        if readable:
+            data = os.read(0, 1 << 16)
+            if not data:
+                end(running)
+                os._exit(0)
+            *lines, buffered = (buffered + data).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    return request
+                running.add(pid)
+                say({"started": pid})
+        reap(running)
+
+
+def reap(running: set[int]) -> None:
+    for pid in list(running):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            running.discard(pid)
+            say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def end(running: set[int]) -> None:
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def say(message: dict) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def become(request: dict) -> None:
+    """Turn this forked process into the rank that was asked for."""
+    os.setsid()
+    for number, path in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if request["largest_file"] is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does: a write beyond the limit fails with EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], request["largest_file"]))
+    os.chdir(request["folder"])
+    sys.argv = request["argv"]
+    sys.path[0] = os.path.dirname(request["argv"][0])
+
+
+if __name__ == "__main__":
+    for module in PRELOADED:
+        __import__(module)
+    say({"ready": os.getpid()})
+    mine = serve()
+    become(mine)
+    runpy.run_path(mine["argv"][0], run_name="__main__")
