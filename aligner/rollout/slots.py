@@ -44,7 +44,6 @@ class Slots:
         self.limits[rows] = [r.max_output_len for r in requests]
         self.temperature[rows] = [r.temperature for r in requests]
         self.counts[rows] = 0
-        self.stopped[rows] = False
         seeds, ids, streams = (
             np.array(x, np.uint64)[:, None] for x in zip(*((r.seed, r.sample_id, r.stream) for r in requests))
         )
