@@ -75,7 +75,7 @@ def response_arrays(endpoint: Endpoint, body: bytes, head_length: int) -> dict[s
     return arrays
 
 
-def short_reason(body: bytes, status: int) -> str:
+def short_reason(body: bytes) -> str:
     """One sentence out of an error response; of a traceback only its last line."""
     try:
         text = str(json.loads(body)["error"])
@@ -83,7 +83,7 @@ def short_reason(body: bytes, status: int) -> str:
         text = body[:400].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        return f"HTTP status {status} without a reason"
+        return "no reason given"
     return (lines[-1] if "Traceback" in text else " ".join(lines))[:400]
 
 
@@ -138,7 +138,7 @@ class Connection:
         if status in (401, 403):
             raise RequestFailed(f"refused without the right token (HTTP status {status})")
         if status != 200:
-            raise RequestFailed(short_reason(data, status))
+            raise RequestFailed(f"Triton answers with HTTP status {status}: {short_reason(data)}")
         try:
             return response_arrays(endpoint, data, int(received[HEADER_LENGTH.lower()]))
         except (ValueError, KeyError, TypeError, struct.error) as error:

@@ -32,6 +32,10 @@ class JobFailed(RuntimeError):
     """The critic job cannot go on; the message is one sentence."""
 
 
+class LostRank(JobFailed):
+    """A collective of the loop failed: the ranks cannot be brought back in step."""
+
+
 class CallFailed(RequestFailed):
     """A call that raised on some rank. `clean`: it was refused everywhere before anything changed."""
 
@@ -72,10 +76,10 @@ class FailureBoard:
         return self._store.get(str(number)).decode() if self._store.check([str(number)]) else None
 
 
-def lost_rank(error: Exception) -> JobFailed:
-    """A collective of the loop failed: a peer is gone, and the ranks cannot be brought back in step."""
-    text = re.sub(r"^\[\S+\] ", "", one_line(error).removeprefix("RuntimeError: "))  # gloo's source line
-    return JobFailed(f"the critic job lost a rank: {text.split('. ')[0]}")
+def lost_rank(error: Exception) -> LostRank:
+    """What a failed collective says, without gloo's source line and advice."""
+    text = re.sub(r"^\[\S+\] ", "", one_line(error).removeprefix("RuntimeError: "))
+    return LostRank(f"the critic job lost a rank: {text.split('. ')[0]}")
 
 
 def _own_group(group: Optional[dist.ProcessGroup], timeout: float) -> Optional[dist.ProcessGroup]:

@@ -16,7 +16,7 @@ from aligner.serving.control import Control
 from aligner.serving.endpoint import EndpointInfo, remove_endpoint, write_endpoint
 from aligner.serving.hello import Contract
 from aligner.serving.inference import Inference
-from aligner.serving.loop import STUCK_GRACE, JobFailed, Loop
+from aligner.serving.loop import STUCK_GRACE, JobFailed, Loop, LostRank
 from aligner.serving.reception import Reception
 from aligner.serving.triton_server import TritonServer
 
@@ -77,8 +77,8 @@ def serve(
         return "rank 0 ended"
     try:
         reason = _serve_rank0(backend, loop, config, place=place, should_stop=should_stop, grid=grid, on_ready=on_ready)
-    except JobFailed:
-        raise  # the others cannot be reached
+    except LostRank:
+        raise  # the others cannot be told
     except BaseException:
         loop.release()
         raise
