@@ -9,6 +9,7 @@
 
 `body` must be importable (a top-level function of the test file): it is pickled by name."""
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -19,12 +20,14 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 
 Grid = tuple[int, int, Optional[int], bool]  # tensor, pipeline, virtual_pipeline, sequence
 
 
-def run_ranks(body: Callable, world_size: int, *args, deadline: float = 120) -> list[Any]:
+def run_ranks(body: Callable, world_size: int, *args, deadline: float = 300) -> list[Any]:
     """body(rank, *args) on `world_size` spawned processes -> their picklable results in order of rank.
 
     Raises AssertionError with the traceback of every rank that failed, or naming those that were not done after `deadline` seconds;
@@ -40,12 +43,23 @@ def run_ranks(body: Callable, world_size: int, *args, deadline: float = 120) -> 
         for process in ranks:
             process.start()
     try:
-        return _collect(ranks, answers, deadline)
+        results = _collect(ranks, answers, deadline)
+        for process in ranks:  # each ends by itself, and ends the helper that saving a checkpoint started
+            process.join(30)
+        return results
     finally:
         for process in ranks:
-            if process.is_alive():
-                process.kill()
-            process.join()
+            _end(process)
+
+
+def _end(process) -> None:
+    """Kill a rank that still runs, and first what it started: megatron-core's checkpoint helper would outlive it."""
+    if process.is_alive():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+    process.join()
 
 
 def _collect(ranks: list, answers, deadline: float) -> list[Any]:
@@ -99,7 +113,7 @@ def _leave() -> None:
             dist.destroy_process_group()
 
 
-def topologies(*grids: Grid, seed: int = 1, timeout: float = 60) -> Iterator[Any]:
+def topologies(*grids: Grid, seed: int = 1, timeout: float = 200) -> Iterator[Any]:
     """Inside a rank: start each grid in turn on the same process group, and yield its Topology."""
     from aligner.config.groups import ParallelConfig
     from aligner.parallel.startup import start

@@ -1,0 +1,37 @@
+"""Reading and writing safetensors in shards, and what is said of a folder that lacks something."""
+
+import pytest
+import torch
+
+from aligner.models.hf_folder import SafeTensors, copy_tokenizer_files, write_safetensors
+
+
+def test_shards_come_back_equal(tmp_path):
+    tensors = {f"t{i}": torch.arange(100.0)[i : i + 50] for i in range(5)}  # views of storages of their own
+    write_safetensors(tensors.items(), tmp_path, shard_bytes=400)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
+    back = SafeTensors(tmp_path)
+    assert set(back) == set(tensors) and all(torch.equal(back[n], tensors[n]) for n in tensors)
+    assert back.dtypes() == {"F32"} and "t9" not in back and len(back) == 5
+
+
+def test_one_shard_has_no_index(tmp_path):
+    write_safetensors([("a", torch.ones(2, dtype=torch.bfloat16))], tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    assert SafeTensors(tmp_path).dtypes() == {"BF16"}
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no \*.safetensors"):
+        SafeTensors(tmp_path)
+    write_safetensors([("a", torch.ones(2)), ("b", torch.ones(2))], tmp_path, shard_bytes=8)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match="lacks model-00002-of-00002.safetensors, which its model.safetensors.index.json"
+    ):
+        SafeTensors(tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        copy_tokenizer_files(tmp_path, tmp_path / "out")
