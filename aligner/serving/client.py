@@ -44,7 +44,8 @@ class RemoteCritic:
         trains: bool = False,
         say: Callable[[str], None] = log.warning,
     ) -> None:
-        """Connect, and compare contracts. token_file: where the endpoint file names none (critic.endpoint given).
+        """Connect, and compare contracts. token_file: where critic.endpoint is given, and so no endpoint file names it; absent: the
+        .token beside endpoint_file, where there is one.
 
         Raises ContractError where no critic answers in time or the jobs do not fit."""
         self._contract, self._config, self._say = contract, config, say
@@ -123,7 +124,9 @@ class RemoteCritic:
         explicit = None
         if config.endpoint is not None:
             host, port = parse_address(config.endpoint, key="critic.endpoint")
-            token = None if self._token_file is None else str(self._token_file)
+            beside = Path(self._endpoint_file).with_suffix(".token")  # where a job of this run folder puts it
+            file = self._token_file or (beside if beside.exists() else None)
+            token = None if file is None else str(file)
             explicit = EndpointInfo(
                 host, port, pid=0, run_id=self._contract.run_id, grid="", started=0.0, token_file=token
             )

@@ -323,6 +323,22 @@ def test_proxies_are_ignored(monkeypatch):
         connect(port).close()
 
 
+def test_the_token_beside_the_endpoint_file_is_sent(tmp_path):
+    """critic.endpoint names no token file: the run folder's own is used."""
+    token = access.make_token(tmp_path / "critic.token")
+    seen = []
+    critic = fake_critic(lambda c: None)
+
+    def answer(connection, data):
+        seen.append(data)
+        critic(connection, data)
+
+    with misbehaving(answer) as port:
+        config = CriticClientConfig(endpoint=f"127.0.0.1:{port}")
+        RemoteCritic(CONTRACT, config, endpoint_file=tmp_path / "critic.json", say=lambda text: None).close()
+    assert any(f"{access.TOKEN_HEADER}: {token}".encode() in data for data in seen)
+
+
 def test_status_of_nobody(capsys, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
