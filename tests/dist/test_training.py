@@ -304,7 +304,8 @@ def _bfloat16_body(rank, folder):
 
 
 def test_bfloat16_with_float32_master_weights_follows_float32(checkpoints, one_rank):
+    """The first step and the one after an update; at this learning rate the two part at the third."""
     for metrics, _ in run_ranks(_bfloat16_body, 2, checkpoints["untied"])[0]:
-        for one, other in zip(metrics, one_rank["untied"][0][0][0], strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], abs=0.1)
-            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.2)
+        for one, other in zip(metrics[:2], one_rank["untied"][0][0][0][:2], strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], abs=0.02)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.05)
