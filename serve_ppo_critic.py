@@ -12,14 +12,15 @@ log = logging.getLogger("aligner.critic")
 
 
 def main() -> int:
-    from aligner.algorithms.assemble import start_job
-    from aligner.algorithms.critic_job import build_critic_job
     from aligner.config.jobs import CriticConfig
     from aligner.config.load import load
+
+    config = load(CriticConfig, config_name="ppo_critic")  # before torch is imported: a wrong key is told at once
+    from aligner.algorithms.assemble import start_job
+    from aligner.algorithms.critic_job import build_critic_job
     from aligner.parallel.startup import shutdown
     from aligner.serving.server import Place, serve
 
-    config = load(CriticConfig, config_name="ppo_critic")
     job = start_job(config, "critic")
     backend = build_critic_job(config, job)
     reason = serve(
@@ -29,6 +30,7 @@ def main() -> int:
         group=job.topology.cpu_group if job.topology.world_size > 1 else None,
         should_stop=lambda: stop.stopping,
         grid=job.grid,
+        timeout=config.parallel.timeout,
         on_ready=lambda info: job.record(endpoint=info.address),
     )
     log.info("the critic job ends: %s", reason)

@@ -12,13 +12,21 @@ log = logging.getLogger("aligner.actor")
 
 
 def main() -> int:
-    from aligner.algorithms.assemble import build_policy, build_trainer, load_samples, resume_step, scores_itself, start_job
     from aligner.config.jobs import ActorConfig
     from aligner.config.load import load
+
+    config = load(ActorConfig, config_name="ppo_actor")  # before torch is imported: a wrong key is told at once
+    from aligner.algorithms.assemble import (
+        build_policy,
+        build_trainer,
+        load_samples,
+        resume_step,
+        scores_itself,
+        start_job,
+    )
     from aligner.parallel.startup import shutdown
     from aligner.rewards.source import build_reward
 
-    config = load(ActorConfig, config_name="ppo_actor")
     job = start_job(config, "actor")
     resumed = resume_step(config, job)
     samples = load_samples(config, job.tokenizer)

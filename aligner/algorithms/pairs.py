@@ -1,7 +1,8 @@
 """Paired checkpoints: the actor's and the critic's of one step, valid together or not at all. The actor alone starts them."""
 
 import logging
-from typing import Any, Optional
+from concurrent.futures import Future
+from typing import Any, Callable, Optional, TypeVar
 
 from aligner.config.groups import CheckpointConfig
 from aligner.data.interfaces import Critic
@@ -13,6 +14,7 @@ from aligner.runtime.checkpoint_folder import CheckpointFolder, folder_bytes
 from aligner.runtime.errors import disk_full_is_named
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SAVE_DEADLINE = 3600.0  # seconds for the critic's half of a pair
 
@@ -36,47 +38,53 @@ class PairedCheckpoints:
         """Write both halves, then COMMITTED, then drop what is no longer kept.
 
         Raises on every rank where either half failed; the older pairs are untouched then."""
-        error = None
-        target = self.folder.step(step)
+        what = f"the checkpoint of step {step}"
+        critic_half = self._agreed(what, lambda: self._start_critic(step))
+        faults.reach("saving", step)
+        self._agreed(what, lambda: self._write(step, state, critic_half))
+        faults.reach("before_commit", step)
+        self._agreed(what, lambda: self._commit(step, validation))
+        log.info("checkpoint of step %d: %s", step, self.folder.step(step))
+
+    def _agreed(self, what: str, act: Callable[[], T]) -> T:
+        """Do it on every rank; where it fails on one, raise on all before the next collective."""
+        error, result = None, None
         try:
-            self._check_space()
-            with disk_full_is_named(self.folder.path, f"the checkpoint of step {step}"):
-                critic_half = self._start_critic(step)
-                faults.reach("saving", step)
-                self.policy.save(target / "actor", extra=state)
-                if critic_half is not None:
-                    critic_half.result(timeout=SAVE_DEADLINE)
+            with disk_full_is_named(self.folder.path, what):
+                result = act()
         except Exception as problem:
             error = problem
         agree(error, self.topology)
-        faults.reach("before_commit", step)
-        if self.topology.is_reporter:
-            self.folder.commit(step, validation=validation)
-            if self.critic is not None:
-                self.critic.commit(step)
-            self.folder.prune(keep_last=self.config.keep_last, keep_best=self.config.keep_best)
-        log.info("checkpoint of step %d: %s", step, target)
+        return result
 
-    def _check_space(self) -> None:
-        if self.topology.is_reporter and (newest := self.folder.newest()) is not None:
-            self.folder.check_space(folder_bytes(self.folder.step(newest)))
-
-    def _start_critic(self, step: int):
-        if self.critic is None or not self.topology.is_reporter:
+    def _start_critic(self, step: int) -> Optional["Future[None]"]:
+        if not self.topology.is_reporter:
             return None
-        return self.critic.prepare_save(step, self.folder.step(step) / "critic")
+        if (newest := self.folder.newest()) is not None:
+            self.folder.check_space(folder_bytes(self.folder.step(newest)))
+        return None if self.critic is None else self.critic.prepare_save(step, self.folder.step(step) / "critic")
+
+    def _write(self, step: int, state: dict[str, Any], critic_half: Optional["Future[None]"]) -> None:
+        self.policy.save(self.folder.step(step) / "actor", extra=state)
+        if critic_half is not None:
+            critic_half.result(timeout=SAVE_DEADLINE)
+
+    def _commit(self, step: int, validation: Optional[float]) -> None:
+        if not self.topology.is_reporter:
+            return
+        self.folder.commit(step, validation=validation)
+        if self.critic is not None:
+            self.critic.commit(step)
+        self.folder.prune(keep_last=self.config.keep_last, keep_best=self.config.keep_best)
 
     def restore(self, step: Optional[int]) -> Optional[dict[str, Any]]:
         """Both halves of a committed pair; the state that was saved with it. step None: nothing to load, the critic starts afresh."""
-        error = None
-        try:
-            if self.critic is not None and self.topology.is_reporter:
-                self.critic.restore(step or 0, None if step is None else self.folder.step(step) / "critic")
-        except Exception as problem:
-            error = problem
-        agree(error, self.topology)
+        self._agreed("the critic's state", lambda: self._restore_critic(step))
         if step is None:
             return None
         log.info("continuing from the checkpoint of step %d", step)
         return self.policy.load(self.folder.step(step) / "actor")
 
+    def _restore_critic(self, step: Optional[int]) -> None:
+        if self.critic is not None and self.topology.is_reporter:
+            self.critic.restore(step or 0, None if step is None else self.folder.step(step) / "critic")

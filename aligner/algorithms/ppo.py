@@ -24,6 +24,7 @@ from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
 from aligner.rollout.refit import certified_refit
 from aligner.runtime import faults
+from aligner.runtime.errors import AgreedError
 from aligner.runtime.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -187,11 +188,11 @@ class PPOTrainer:
         if update is not None:
             try:
                 outcome = update.result(timeout=self.config.critic.request_timeout)
-            except Exception as problem:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            except Exception as problem:  # whatever it is, every rank must hear of it
                 outcome = problem
         outcome = broadcast_object(outcome, 0, self.topology.cpu_group)
         if isinstance(outcome, Exception):
-            raise RuntimeError(f"the critic did not train: {outcome}") from outcome
+            raise AgreedError(f"the critic did not train: {outcome}") from outcome
         return {f"critic/{key}": value for key, value in outcome.items()}
 
     def train_policy(self, step: int, experience: Experience) -> dict[str, float]:

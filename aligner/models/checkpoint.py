@@ -1,15 +1,17 @@
 """Weight checkpoints: torch_dist files under NeMo's names (prefix `model.`, Transformer Engine's layer names), from and to any layout."""
 
+import contextlib
 import copy
 import logging
 import queue
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.models.build import unwrap
 from aligner.models.checkpoint_folder import WEIGHTS, checkpoint_shape, copy_tokenizer, opened
@@ -24,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async  # isor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 
-__all__ = ["checkpoint_shape", "load_weights", "save_weights", "sharded_weights", "write_sharded"]
+__all__ = ["checkpoint_shape", "load_weights", "read_sharded", "save_weights", "sharded_weights", "write_sharded"]
 
 PREFIX = "model."
 LAYERS = f"{PREFIX}decoder.layers."
@@ -80,7 +82,24 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
     Megatron hands the writers' results over through a queue in a process of its own, which asynchronous saves need; that process
     imports torch anew, on every rank. This save returns when all is written, so a plain queue does."""
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1))
+    with _failures_as(RuntimeError, f"{folder} could not be written"):
+        dist_checkpointing.save(state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1))
+
+
+def read_sharded(state: dict[str, Any], folder: Path, **how: Any) -> dict[str, Any]:
+    """Fill a sharded state dict from torch_dist files. Collective. Raises ValueError, on every rank, where they do not fit."""
+    with _failures_as(ValueError, f"{folder} does not fit this model"):
+        return dist_checkpointing.load(state, str(folder), **how)
+
+
+@contextlib.contextmanager
+def _failures_as(kind: type[Exception], what: str) -> Iterator[None]:
+    """torch reports what failed as a CheckpointException: a BaseException, which no `except Exception` would catch."""
+    try:
+        yield
+    except CheckpointException as failed:
+        said = sorted({str(error) for error, _ in failed.failures.values()})
+        raise kind(f"{what}: {'; '.join(said) or 'another rank failed'}") from None
 
 
 def _prepare(shape: ModelShape, folder: Path, tokenizer_from: Optional[Path | str]) -> Optional[Exception]:
@@ -112,7 +131,7 @@ def load_weights(chunks: list[torch.nn.Module], shape: ModelShape, topology: Top
         if not per_layer and found.num_layers != shape.num_layers:
             _within(weights, found.num_layers, topology)
         # Not all of the checkpoint need be read (fewer layers, another head), which the check of its coverage would refuse.
-        loaded = dist_checkpointing.load(weights, str(unpacked / WEIGHTS), validate_access_integrity=False)
+        loaded = read_sharded(weights, unpacked / WEIGHTS, validate_access_integrity=False)
     for i, model in enumerate(map(unwrap, chunks)):
         model.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=False)
 

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.models.checkpoint import sharded_weights, write_sharded
+from aligner.models.checkpoint import read_sharded, sharded_weights, write_sharded
 from aligner.models.optimizer import choose_kernel, inner_optimizers
 from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.topology import Topology
 
-from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer.optimizer import MegatronOptimizer  # isort: skip
 
@@ -71,7 +70,7 @@ def _load_optimizer(
             # It asserts on an empty state. The values are overwritten, those of the weights included.
             inner._init_optimizer_states_with_dummy_values()
     wanted = _sharded(chunks, optimizer, topology, loading=True)
-    optimizer.load_state_dict(dist_checkpointing.load(wanted, str(folder))["optimizer"])
+    optimizer.load_state_dict(read_sharded(wanted, folder)["optimizer"])
     for inner in inner_optimizers(optimizer):
         for state in inner.optimizer.state.values():
             if isinstance(state.get("step"), Tensor):

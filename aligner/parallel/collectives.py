@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 
 from aligner.parallel.device import DEVICE
 from aligner.parallel.topology import Topology
+from aligner.runtime.errors import AgreedError, AgreedUserError, exit_code_of
+from aligner.runtime.exit_codes import ExitCode
 
 
 def gather_objects(obj: Any, group: ProcessGroup) -> list:
@@ -56,13 +58,18 @@ def gather_rows(tensor: Tensor, topology: Topology) -> Tensor:
 def agree(error: Optional[Exception], topology: Topology) -> None:
     """Make one rank's error everybody's, so that no rank waits in the next collective for one that left.
 
-    Raises RuntimeError "rank 3: ..." on every rank if any rank passed an error."""
-    said = None if error is None else f"{type(error).__name__}: {error}"
-    found = [
-        f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(said, topology.cpu_group)) if text is not None
-    ]
+    Where an error of some rank is one that the user can put right, every rank raises its message with its exit code (AgreedUserError);
+    otherwise every rank raises AgreedError, a RuntimeError "rank 3: ...", with all of them."""
+    said = None
+    if error is not None:
+        code = exit_code_of(error)
+        said = (code, str(error) if code is not ExitCode.FAULT else f"{type(error).__name__}: {error}")
+    found = [(rank, *told) for rank, told in enumerate(gather_objects(said, topology.cpu_group)) if told is not None]
+    for _, code, text in found:
+        if code is not ExitCode.FAULT:
+            raise AgreedUserError(text, code) from error
     if found:
-        raise RuntimeError("; ".join(found)) from error
+        raise AgreedError("; ".join(f"rank {rank}: {text}" for rank, _, text in found)) from error
 
 
 def reduce_metrics(sums: Mapping[str, Any], group: ProcessGroup) -> dict[str, float]:

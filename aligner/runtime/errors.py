@@ -15,18 +15,28 @@ from aligner.runtime.exit_codes import ExitCode
 PACKAGE = Path(__file__).resolve().parents[1]
 PATIENCE = 2.0  # seconds
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# torch's zip writer reports a full disk as a RuntimeError without an errno
-DISK_TEXTS = ("no space left on device", "disk quota exceeded", "file too large", "pytorchstreamwriter failed")
+# torch's zip writer reports a full disk as a RuntimeError without an errno: "pytorchstreamwriter failed", "unexpected pos 704 vs 598"
+DISK_TEXTS = (
+    "no space left on device",
+    "disk quota exceeded",
+    "file too large",
+    "pytorchstreamwriter failed",
+    "unexpected pos",
+)
 
 
 class UserError(ValueError):
     """Something that the user can put right. The message is one sentence: the rule, the values, what to change."""
 
     exit_code = ExitCode.CONFIGURATION
+    on_every_rank = False
+    """Whether every rank raises the same, so that rank 0 alone tells it."""
 
 
 class ConfigError(UserError):
     """Every problem of a configuration. `problems`: one line each."""
+
+    on_every_rank = True
 
     def __init__(self, *problems: str):
         self.problems = list(problems)
@@ -48,6 +58,22 @@ class StorageError(UserError):
     """The run folder cannot take what has to be written."""
 
     exit_code = ExitCode.STORAGE
+
+
+class AgreedError(RuntimeError):
+    """What one rank or several ended with, raised on all (parallel/collectives.py: agree)."""
+
+    on_every_rank = True
+
+
+class AgreedUserError(UserError):
+    """The same for what the user can put right, with the exit code of the first."""
+
+    on_every_rank = True
+
+    def __init__(self, message: str, exit_code: ExitCode):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def chain(error: Optional[BaseException]) -> Iterator[BaseException]:
@@ -115,13 +141,13 @@ def log_files() -> list[str]:
 def report_error(error: BaseException, *, rank: int) -> ExitCode:
     """Print the error for its reader, and its traceback to the log file. Returns the exit code.
 
-    A ConfigError is the same on every rank, so rank 0 alone prints it."""
+    What is the same on every rank is printed by rank 0 alone."""
     code = exit_code_of(error)
     if log_files():
         logging.getLogger("aligner").error("ended by an error", exc_info=error, extra={"file_only": True})
     if not is_one_sentence(error) or (code is ExitCode.FAULT and not log_files()):
         traceback.print_exception(error)
-    elif rank == 0 or not isinstance(error, ConfigError):
+    elif rank == 0 or not getattr(error, "on_every_rank", False):
         where = f"[rank {rank}] " if rank else ""
         hint = f"\n(traceback: {log_files()[0]})" if code is ExitCode.FAULT else ""
         print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)

@@ -9,9 +9,10 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def _for_terminal(record: logging.LogRecord) -> bool:
-    """What this package says, and errors of others."""
-    ours = record.name == "aligner" or record.name.startswith("aligner.") or record.levelno >= logging.ERROR
-    return ours and not getattr(record, "file_only", False)
+    """What this package says, and errors of others; megatron-core raises the errors that it logs, and they are told once."""
+    theirs = record.levelno >= logging.ERROR and not record.name.startswith("megatron.")
+    ours = record.name == "aligner" or record.name.startswith("aligner.")
+    return (ours or theirs) and not getattr(record, "file_only", False)
 
 
 def _terminal_handler() -> logging.Handler:

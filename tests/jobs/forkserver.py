@@ -1,4 +1,4 @@
-"""Starts ranks of real entry scripts by fork from a process that has imported everything, so that a test does not pay 10 s of imports a rank.
+"""Starts ranks of real entry scripts by fork from a process that has imported everything: 5 s of processor time less a rank.
 
 A started rank runs the script's file as __main__ in a session of its own, with the arguments, environment and output files that it is
 given, and ends as any Python process does. Requests and replies are JSON lines on stdin and stdout; when stdin closes, every rank that
@@ -77,7 +77,9 @@ def become(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     if request["largest_file"] is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does: a write beyond the limit fails with EFBIG
+        signal.signal(
+            signal.SIGXFSZ, signal.SIG_IGN
+        )  # as Python itself does: a write beyond the limit fails with EFBIG
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], request["largest_file"]))
     os.chdir(request["folder"])
     sys.argv = request["argv"]

@@ -20,6 +20,7 @@ DEADLINE = 240.0  # seconds for any job of these tests; a passing one takes a te
 
 # One thread and no GPU: the same arithmetic on every machine that runs the tests.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
+MARK = "ALIGNER_TEST_JOB"  # in the environment of whatever a job starts
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
 
 
@@ -102,7 +103,9 @@ class Job:
             if time.monotonic() > until:
                 still = [pid for pid, code in zip(self.pids, codes) if code is None]
                 self.kill()
-                assert failed, f"{len(still)} of {len(self.pids)} ranks still ran after {deadline:.0f} s:\n{self.tail()}"
+                assert failed, (
+                    f"{len(still)} of {len(self.pids)} ranks still ran after {deadline:.0f} s:\n{self.tail()}"
+                )
                 break
             time.sleep(0.05)
         return [self.server.wait(pid, time.monotonic() + 10) for pid in self.pids]
@@ -125,6 +128,13 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
+    def leftovers(self, patience: float = 20.0) -> list[str]:
+        """Command lines of processes that the job's ranks started and that still live after `patience` seconds."""
+        until = time.monotonic() + patience
+        while (found := processes_of(self)) and time.monotonic() < until:
+            time.sleep(0.1)
+        return found
+
     def tail(self) -> str:
         return f"--- stdout\n{self.stdout[-2000:]}\n--- stderr\n{self.stderr[-6000:]}"
 
@@ -134,6 +144,7 @@ class Launcher:
 
     def __init__(self, server: ForkServer, folder: Path, model: Path) -> None:
         self.server, self.runs, self.model = server, folder, model
+        folder.mkdir(parents=True, exist_ok=True)
         self.jobs: list[Job] = []
 
     def start(
@@ -150,7 +161,7 @@ class Launcher:
         output, errors = self.runs / f"{name}.out", self.runs / f"{name}.err"
         for file in (output, errors):
             file.write_text("")
-        more = {} if fault is None else {"ALIGNER_FAULT": fault}
+        more = {MARK: str(errors)} | ({} if fault is None else {"ALIGNER_FAULT": fault})
         port = free_port()
         pids = []
         for rank in range(ranks):
@@ -185,6 +196,7 @@ class Launcher:
             f"run.name={name}",
             f"model.checkpoint={self.model}",
             "model.dtype=float32",
+            "parallel.threads=1",
             "tasks=chain_sum",
         ]
 
@@ -229,6 +241,38 @@ CRITIC_SETTINGS = (
 )
 
 
+REWARD = '''
+def vowels(response: str, sample: dict) -> dict:
+    """The share of vowels and digits, plus what the prompt's line says."""
+    return {"reward": sum(c in "aeiou0123456789" for c in response) / 8 + sample["bonus"], "characters": len(response)}
+
+
+def raises(response: str, sample: dict) -> float:
+    raise LookupError("no such answer")
+'''
+
+
+def user_data(folder: Path, *, prompts: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Files of a user's: JSONL prompts (texts and conversations) and a reward function. Returns overrides for data and for reward."""
+    lines = [{"prompt": f"Say {n}", "bonus": n % 3 / 10} for n in range(prompts - 1)]
+    lines.append({"messages": [{"role": "user", "content": "Sing"}], "bonus": 0.0})
+    held_out = [{"prompt": f"Hum {n}", "bonus": 0.0} for n in range(4)]
+    for name, rows in (("train.jsonl", lines), ("held_out.jsonl", held_out)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    data = (
+        "data.task=null",
+        "data.task_config={}",
+        "data.task_key=question",
+        f"data.prompts={folder}/train.jsonl",
+        f"data.validation_prompts={folder}/held_out.jsonl",
+        "data.chat=true",
+        "data.template='{prompt}'",
+        "engine.max_input_len=64",
+    )
+    return data, ("reward.kind=function", f"reward.function={folder}/reward.py:vowels", "reward.format_credit=0.0")
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run left."""
@@ -257,6 +301,18 @@ class Run:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def processes_of(job: Job) -> list[str]:
+    """Command lines of living processes with the job's mark in their environment, or that name one of its ranks as their parent."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+            marked = f"{MARK}={job.errors}\0" in (folder / "environ").read_text(errors="replace")
+            if marked or any(f'"parent": {pid}}}' in command for pid in job.pids):
+                found.append(command)
+    return found
 
 
 def free_port() -> int:

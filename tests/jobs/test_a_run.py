@@ -1,0 +1,133 @@
+"""What a run leaves: both jobs by the launcher's command, as users start them, and a critic-free run on a user's prompts and reward."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.harness import ACTOR_SETTINGS, CRITIC_SETTINGS, DEADLINE, MARK, REPO, Launcher, environment, user_data
+
+EVERY_STEP = {
+    "step",
+    "reward/mean",
+    "kl/mean",
+    "response/length",
+    "time/step",
+    "time/refit",
+    "time/generate",
+    "time/logprobs",
+    "time/critic_wait",
+    "time/train",
+    "tokens_per_second",
+    "critic/explained_variance",
+    "memory/peak_bytes",
+}
+VALIDATED = {"val/reward", "val/accuracy", "val/accuracy_ci95"}
+
+
+@pytest.fixture(scope="module")
+def launched(shared_jobs: Launcher):
+    """One run of launch/local/ppo.py: the actor as plain python, the critic under torchrun on two ranks."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, str(REPO / "launch/local/ppo.py"), "--critic-ranks", "2"]
+    command += ["--critic-log", str(shared_jobs.runs / "critic.out"), "--both", *shared_jobs.both("launched")]
+    command += ["--actor", *ACTOR_SETTINGS, "logging.tensorboard=true", "--critic", *CRITIC_SETTINGS]
+    done = subprocess.run(
+        command, env=environment(**{MARK: mark}), cwd="/", capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(shared_jobs.runs / 'critic.out').read_text()}"
+    return shared_jobs.run("launched"), done, mark
+
+
+def test_it_ends_by_itself_and_says_where_the_report_is(launched):
+    run, done, mark = launched
+    assert f"report: {run.path}/report.html" in done.stdout
+    assert "Traceback" not in done.stderr
+    alive = [p for p in Path("/proc").glob("[0-9]*") if p.name != str(os.getpid()) and mark in read(p / "environ")]
+    assert alive == []
+    assert not (run.path / "endpoints" / "critic.json").exists()
+    assert run.pairs == ["step_000003"]
+
+
+def read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # it ended
+        return ""
+
+
+def test_metrics(launched):
+    run, _, _ = launched
+    rows = run.rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values())
+        parts = sum(v for k, v in row.items() if k.startswith("time/") and k != "time/step")
+        assert parts == pytest.approx(row["time/step"], rel=0.05)
+    for row in rows[1:]:
+        assert row.keys() >= EVERY_STEP
+    for row in (rows[0], rows[3]):
+        assert row.keys() >= VALIDATED
+    assert [row["weight_version"] for row in rows[1:]] == [0, 1, 2]
+    assert all(row["drift/max"] < 1e-4 for row in rows[1:])  # float32: the engine and Megatron agree
+    assert list((run.path / "tensorboard").glob("events.*"))
+
+
+def test_samples_have_their_provenance(launched):
+    run, _, _ = launched
+    ids = []
+    for step, version in ((1, 0), (2, 0), (3, 1)):
+        for sample in run.samples(step):
+            assert re.fullmatch(r"chain_sum:\d+", sample["origin"]) and sample["prompt"].endswith("=")
+            assert sample["weight_version"] == version and sample["finish_reason"] in ("stop", "length")
+            assert {"response", "score", "parts", "kl", "advantage_mean"} <= sample.keys()
+            ids.append(sample["sample_id"])
+    assert ids == list(range(24))
+    held_out = {s["prompt"] for s in run.validation(3)}
+    assert not held_out & {s["prompt"] for step in (1, 2, 3) for s in run.samples(step)}
+
+
+def test_the_report_needs_nothing_else(launched):
+    run, _, _ = launched
+    page = (run.path / "report.html").read_text()
+    assert not re.search(r"(?:src|href)\s*=|url\(|@import", page) or not re.search(r"https?://(?!www\.w3\.org)", page)
+    assert "127.0.0.1" in page and "TP1 x PP1 x DP2" in page  # both endpoints and grids are told
+    for job in ("run.json", "run_critic.json"):
+        assert str(json.loads((run.path / job).read_text())["pid"]) in page
+
+
+def test_without_a_critic(jobs: Launcher, tmp_path):
+    """REINFORCE with a baseline on a user's prompts, two samples a prompt, at a temperature other than 1, one update a rollout."""
+    data, reward = user_data(tmp_path, prompts=12)
+    settings = (
+        "critic.place=none",
+        "ppo.advantage=reinforce_baseline",
+        "ppo.truncation=ignore",
+        "ppo.critic_warmup_steps=0",
+        "reward.place=actor",
+        "ppo.samples_per_prompt=2",
+        "ppo.mini_batch_size=16",
+        "sampling.temperature=0.7",
+        "run.max_steps=2",
+    )
+    jobs.actor("free", *data, *reward, *settings).finish()
+    run = jobs.run("free")
+    for row in run.rows[1:]:
+        assert row["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert abs(row["policy/approximate_kl"]) < 1e-6 and row["drift/max"] < 1e-4
+        assert row["weight_version"] == row["step"]
+    samples = run.samples(1)
+    assert [s["sample_id"] for s in samples] == list(range(16))
+    assert all(a["prompt"] == b["prompt"] for a, b in zip(samples[::2], samples[1::2]))
+    assert any(a["response_ids"] != b["response_ids"] for a, b in zip(samples[::2], samples[1::2]))
+    assert {s["origin"].partition(":")[0] for s in samples} == {f"{tmp_path}/train.jsonl"}
+    for sample in samples:  # the reward, computed here
+        line = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[int(sample["origin"].split(":")[1]) - 1])
+        share = sum(c in "aeiou0123456789" for c in sample["response"]) / 8
+        assert sample["score"] == pytest.approx(share + line["bonus"])
