@@ -108,8 +108,10 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _jobs(run: RunFolder) -> str:
-    """What each job said of itself, and where it served."""
-    names = {"actor": {}} | {path.stem: _read_json(path) for path in sorted(run.endpoints.glob("*.json"))}
+    """What each job said of itself, and where it serves. An endpoint file goes with its job; the record stays."""
+    names: dict[str, dict[str, Any]] = {"actor": {}}
+    names |= {path.stem.removeprefix("run_"): {} for path in sorted(run.path.glob("run_*.json"))}
+    names |= {path.stem: _read_json(path) for path in sorted(run.endpoints.glob("*.json"))}
     cards = []
     for name, endpoint in names.items():
         facts = {**_read_json(run.record(name)), **endpoint}
