@@ -1,4 +1,6 @@
-"""Check, before anything is installed, that this machine can run the jobs. Standard library only; one line for each thing that is missing."""
+"""Check, before anything is installed, that this machine can run the jobs: one line for each thing that is missing.
+
+Standard library only."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""What both entry scripts need before their own parts: a checked grid, the run folder, process groups, tokenizer; and the trainer from its parts."""
+"""What entry scripts share: a checked grid, the run folder, process groups and tokenizer; and the trainer from its parts."""
 
 import os
 from dataclasses import dataclass

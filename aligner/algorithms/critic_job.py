@@ -75,7 +75,8 @@ class CriticJob:
         self.step = step
         applied = [u for u in updates if not u["skipped"]]
         if len(applied) < len(updates):
-            log.warning("step %d: %d of %d updates were skipped, their loss or gradient is not finite", step, len(updates) - len(applied), len(updates))
+            skipped = len(updates) - len(applied)
+            log.warning("step %d: %d updates were skipped, their loss or gradient is not finite", step, skipped)
         means = {key: sum(u[key] for u in applied) / len(applied) for key in (applied[0] if applied else {})}
         return {**means, "skipped": float(len(updates) - len(applied))}
 

@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -73,12 +73,7 @@ class Generation:
         self.chunk_size, self.pad_id, self.answer_deadline = chunk_size, pad_id, answer_deadline
 
     def run(
-        self,
-        requests: list[Request],
-        samples: dict[int, Sample],
-        *,
-        values: bool = True,
-        on_progress: Callable[[int, int], None] = lambda done, of: None,
+        self, requests: list[Request], samples: dict[int, Sample], *, values: bool = True
     ) -> tuple[Rollouts, Pending]:
         """Generate the world's `requests` (each rank its own share) and return all of them on every rank, with the answers under way.
 
@@ -89,10 +84,10 @@ class Generation:
         while len(finished) < len(mine):
             done = self.engine.completed(timeout=self.answer_deadline)
             if not done:
-                raise RuntimeError(f"the rollout engine finished nothing in {self.answer_deadline:.0f} s ({len(finished)} of {len(mine)} done)")
+                progress = f"{len(finished)} of {len(mine)} done"
+                raise RuntimeError(f"the rollout engine finished nothing in {self.answer_deadline:.0f} s ({progress})")
             finished += done
             waiting += done
-            on_progress(len(finished), len(mine))
             while len(waiting) >= self.chunk_size or (waiting and len(finished) == len(mine)):
                 self._ask(waiting[: self.chunk_size], samples, pending, values)
                 waiting = waiting[self.chunk_size :]

@@ -143,8 +143,10 @@ class CriticRows:
 
 @dataclass
 class CriticAnswer:
-    """The critic job's answer to CriticRows: values [b, S'] float32 (values[:, 0] = 0; meaningful under the mask only), bootstrap [b]
-    float32 (V of the state after the last token; 0 where the response terminated), scores: one a row, or None where this job does not score."""
+    """The critic job's answer to CriticRows.
+
+    values [b, S'] float32: values[:, 0] = 0, meaningful under the mask only. bootstrap [b] float32: V of the state after the last
+    token, 0 where the response terminated. scores: one a row, or None where this job does not score."""
 
     values: Tensor
     bootstrap: Tensor

@@ -2,9 +2,11 @@
 
     python launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic --actor-ranks 2 --actor parallel.pipeline=2
 
-Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. The exit code is the actor's."""
+Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both.
+The exit code is the actor's."""
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,7 +63,7 @@ def main() -> int:
         critic_output = args.critic_log.open("w")
     jobs = []
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(128 + number))
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         critic_command = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, args.both + args.critic)
         critic = start(critic_command, critic_output)
@@ -85,10 +87,8 @@ def watch(actor: subprocess.Popen, critic: subprocess.Popen, critic_log) -> int:
             print(f"the critic job ended with exit code {critic.returncode}{where}", file=sys.stderr, flush=True)
         if critic_failed_at and time.monotonic() - critic_failed_at > GRACE:
             return critic.returncode
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # `stop` ends it then
         critic.wait(GRACE if actor.returncode == 0 else 0.1)
-    except subprocess.TimeoutExpired:
-        pass  # `stop` ends it
     return actor.returncode
 
 

@@ -23,13 +23,13 @@ def rollouts():
 
 def signals(rollouts, **changes):
     shape = rollouts.tokens.shape
-    full = dict(
-        logprobs=torch.full(shape, -1.0),
-        reference_logprobs=torch.full(shape, -1.5),
-        scores=torch.tensor([1.0, 0.5]),
-        values=torch.zeros(shape),
-        bootstrap=torch.tensor([9.0, 0.25]),
-    )
+    full = {
+        "logprobs": torch.full(shape, -1.0),
+        "reference_logprobs": torch.full(shape, -1.5),
+        "scores": torch.tensor([1.0, 0.5]),
+        "values": torch.zeros(shape),
+        "bootstrap": torch.tensor([9.0, 0.25]),
+    }
     return Signals(**{**full, **changes})
 
 
@@ -102,5 +102,5 @@ def test_mini_batches_are_a_partition_that_depends_on_seed_step_and_epoch_only()
     assert [len(b) for b in first] == [4, 4, 4]
     assert sorted(torch.cat(first).tolist()) == list(range(12))
     assert all(torch.equal(a, b) for a, b in zip(first, mini_batches(12, 4, seed=1, step=3, epoch=0), strict=True))
-    others = [mini_batches(12, 4, seed=2, step=3, epoch=0), mini_batches(12, 4, seed=1, step=4, epoch=0), mini_batches(12, 4, seed=1, step=3, epoch=1)]
+    others = [mini_batches(12, 4, seed=s, step=n, epoch=e) for s, n, e in ((2, 3, 0), (1, 4, 0), (1, 3, 1))]
     assert all(not torch.equal(torch.cat(first), torch.cat(other)) for other in others)
