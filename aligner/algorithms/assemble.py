@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
+
 from aligner.algorithms.generation import Generation
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.ppo import PPOTrainer
 from aligner.algorithms.validation import Validator
-from aligner.config.groups import CriticPlace, RewardPlace
+from aligner.config.groups import Dtype, RewardPlace
 from aligner.config.jobs import ActorConfig
 from aligner.config.load import to_dict, to_yaml
 from aligner.data.batch import Sample
@@ -20,12 +22,13 @@ from aligner.models.checkpoint_folder import checkpoint_shape, opened
 from aligner.models.model_config import ModelShape
 from aligner.models.policy import Policy, PolicyLoss
 from aligner.parallel.collectives import agree, broadcast_object
-from aligner.parallel.device import ON_GPU, synchronise
+from aligner.parallel.device import ON_GPU, resolve_dtype, synchronise
 from aligner.parallel.startup import detect_launch, start
 from aligner.parallel.topology import Topology, grid_problems
 from aligner.runtime.errors import ConfigError
 from aligner.runtime.log import setup_logging
 from aligner.runtime.recorder import Recorder
+from aligner.runtime.report import write_report
 from aligner.runtime.run_folder import RunFolder
 
 
@@ -44,6 +47,11 @@ class Job:
     def grid(self) -> str:
         t = self.topology
         return f"TP{t.tensor} x PP{t.pipeline} x DP{t.data}"
+
+    def engine_dtype(self, config: ActorConfig) -> torch.dtype:
+        """The engine's own type, or the policy's where it is auto. Collective."""
+        own = config.engine.dtype
+        return resolve_dtype(config.model.dtype if own is Dtype.auto else own)
 
     def record(self, **facts: Any) -> None:
         """Say in the run folder what and where this job is; rank 0 does."""
@@ -119,7 +127,7 @@ def build_trainer(
         tokenizer=job.tokenizer,
         policy=policy,
         engine=engine,
-        critic=critic if config.critic.place is not CriticPlace.none else None,
+        critic=critic,
         generation=generation,
         validator=Validator(
             generation, held_out, max_output_len=config.engine.max_output_len, stop_token_ids=stop_ids
@@ -153,3 +161,10 @@ def build_policy(config: ActorConfig, topology: Topology) -> Policy:
 def scores_itself(config: ActorConfig) -> bool:
     """Whether this job scores responses, not the critic job."""
     return config.reward.place is RewardPlace.actor
+
+
+def finish(job: Job, trainer: PPOTrainer) -> None:
+    """Close what the run writes, and say where its report is."""
+    if job.topology.is_reporter:
+        trainer.recorder.close()
+        print(f"report: {write_report(job.folder.path)}", flush=True)

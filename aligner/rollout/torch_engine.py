@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
+from pathlib import Path
 from typing import Optional
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -257,10 +257,18 @@ def check_memory(
     meta = torch.device("meta")
     weights = Weights(shape, rows=limits.max_batch_size, dtype=dtype, device=meta).nbytes
     cache = make_cache(shape, rows=limits.max_batch_size, length=length, dtype=dtype, device=meta).nbytes
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = free_memory(device)
     if weights + cache > free:
         raise ValueError(
             f"the torch engine needs {weights / 1e9:.2f} GB of weights and {cache / 1e9:.2f} GB of KV cache "
             f"(engine.max_batch_size={limits.max_batch_size} rows of {length} tokens), {free / 1e9:.2f} GB are free on {device}; "
             "lower engine.max_batch_size, engine.max_input_len or engine.max_output_len, or take a smaller dtype"
         )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

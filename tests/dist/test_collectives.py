@@ -2,6 +2,7 @@
 
 import torch
 
+from aligner.runtime.errors import StorageError
 from tests.dist.harness import run_ranks, topologies
 
 
@@ -32,6 +33,7 @@ def _body(rank):
                 "sums": c.reduce_metrics({"b": torch.tensor(0.5), "a": rank}, topology.data_group),
                 "no error": _error_of(c.agree, None, topology),
                 "error": _error_of(c.agree, error, topology),
+                "user's error": _error_of(c.agree, StorageError("disk full") if rank == 2 else error, topology),
             }
         )
     return found
@@ -51,5 +53,6 @@ def test_four_ranks():
             assert found["sums"] == {"a": float(sum(peers[is_first])), "b": 1.0}
             assert found["no error"] is None
             assert found["error"] == "rank 3: ValueError: bad row"
+            assert found["user's error"] == "disk full"
         assert tensor_data["last"] == [rank // 2 + i for i in range(3)]
         assert pipeline_data["last"] == [rank % 2 + i for i in range(3)]
