@@ -9,7 +9,7 @@ from tests.dist.harness import run_ranks, topologies
 def _error_of(call, *args):
     try:
         call(*args)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return None
 
