@@ -80,8 +80,12 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
     """Write a sharded state dict as torch_dist files into an existing folder. Collective.
 
     Megatron hands the writers' results over through a queue in a process of its own, which asynchronous saves need; that process
-    imports torch anew, on every rank. This save returns when all is written, so a plain queue does."""
+    imports torch anew, on every rank. This save returns when all is written, so a plain queue does.
+
+    Its writers log the memory that they use, and without psutil they die of it while their parent waits for them."""
     filesystem_async._results_queue = queue.Queue()
+    if not filesystem_async.HAVE_PSUTIL:
+        filesystem_async._process_memory = lambda: 0
     with _failures_as(RuntimeError, f"{folder} could not be written"):
         dist_checkpointing.save(state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1))
 
