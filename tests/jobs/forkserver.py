@@ -23,8 +23,9 @@ PRELOADED = (
     "aligner.serving.client",
     "aligner.serving.local",
     "aligner.serving.server",
+    "torch._dynamo",  # the first optimizer imports it
     "torch.utils.tensorboard",
-    "transformers",
+    "transformers.tokenization_utils_tokenizers",
 )
 
 

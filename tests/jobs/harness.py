@@ -53,11 +53,14 @@ class ForkServer:
                 with self._changed:
                     self._codes[message["ended"]] = message["code"]
                     self._changed.notify_all()
+        self._started.put(0)  # it has ended: nobody waits for a start that never comes
 
     def start(self, request: dict[str, Any]) -> int:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        return self._started.get(timeout=DEADLINE)
+        pid = self._started.get(timeout=DEADLINE)
+        assert pid, f"the warm process {self._process.pid} ended; what it said is on this terminal"
+        return pid
 
     def code(self, pid: int) -> Optional[int]:
         with self._changed:

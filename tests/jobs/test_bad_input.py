@@ -48,7 +48,9 @@ def test_settings_that_cannot_be(jobs: Launcher, tmp_path):
 def test_a_grid_that_does_not_divide_the_heads(jobs: Launcher):
     """Refused on every rank; rank 0 alone speaks."""
     job = jobs.actor("grid", "parallel.tensor=4", ranks=4)
-    assert_refused(job, ExitCode.CONFIGURATION, "parallel.tensor=4", "2")
+    assert_refused(
+        job, ExitCode.CONFIGURATION, "num_query_groups must be a multiple of parallel.tensor: 2 is not one of 4"
+    )
     assert "[rank" not in job.stderr
 
 
@@ -102,7 +104,13 @@ def test_a_disk_that_fills_up_while_saving(jobs: Launcher):
     """A file size limit, which is a real one. The pair before it stays whole, and the run continues where there is room."""
     jobs.alone("full", "run.max_steps=2").finish()
     job = jobs.alone("full", largest_file=100_000)
-    assert_refused(job, ExitCode.STORAGE, "the checkpoint of step 3 could not be written", "no space left", str(jobs.run("full").path))
+    assert_refused(
+        job,
+        ExitCode.STORAGE,
+        "the checkpoint of step 3 could not be written",
+        "no space left",
+        str(jobs.run("full").path),
+    )
     assert jobs.run("full").pairs == ["step_000002"]
     assert jobs.run("full").steps == [0, 1, 2, 3]
 
