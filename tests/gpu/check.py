@@ -95,7 +95,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", type=Path, default=Path("gpu_check"), help="folder for results.json, log.txt, profile.txt"
+        "--out", type=Path, default=ROOT / "runs" / "gpu_check", help="folder for results.json, log.txt, profile.txt"
     )
     parser.add_argument("--deadline", type=float, default=480.0, help="seconds for everything")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, by name, in this order")

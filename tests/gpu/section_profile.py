@@ -88,6 +88,6 @@ def profiled(call, *, on_gpu: bool) -> str:
     with record(activities=activities) as found:
         call()
     averages, parts = found.key_averages(), []
-    for key in ("self_cuda_time_total", "self_cpu_time_total") if on_gpu else ("self_cpu_time_total",):
+    for key in ("self_device_time_total", "self_cpu_time_total") if on_gpu else ("self_cpu_time_total",):
         parts.append(f"{key}\n{averages.table(sort_by=key, row_limit=10, max_name_column_width=60)}")
     return "\n".join(parts)

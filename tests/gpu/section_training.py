@@ -44,8 +44,13 @@ BFLOAT16 = {"logprobs": 0.5, "loss": 0.1, "grad_norm": 0.2, "weights": 1.5, "val
 def compare(section, name: str, own: dict[str, Any], expected: dict[str, Any], limits: dict[str, float]) -> None:
     section.at_most(f"{name}/logprobs", difference(own["logprobs"], expected["logprobs"]), limits["logprobs"])
     section.at_most(f"{name}/values", difference(own["values"], expected["values"]), limits["values"])
-    for metric, limit in (("loss", limits["loss"]), ("grad_norm", limits["grad_norm"])):
-        section.at_most(f"{name}/{metric}", relative(own["policy"], expected["policy"], metric), limit)
+    section.at_most(f"{name}/loss", relative(own["policy"], expected["policy"], "loss"), limits["loss"])
+    # In bfloat16 of the first update: later on a token may lie on the other side of the clip, which is a step of the gradient.
+    updates = slice(None) if name.endswith("float32") else slice(1)
+    for side, found in (("own", own), ("cpu", expected)):
+        section.facts[f"{name}/grad_norms_{side}"] = [round(update["grad_norm"], 4) for update in found["policy"]]
+    gap = relative(own["policy"][updates], expected["policy"][updates], "grad_norm")
+    section.at_most(f"{name}/grad_norm", gap, limits["grad_norm"])
     section.at_most(f"{name}/critic_loss", relative(own["critic"], expected["critic"], "loss"), limits["critic_loss"])
     moved = expected["after"] - expected["before"]
     share = (own["after"] - expected["after"]).norm() / moved.norm()
