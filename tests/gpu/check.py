@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.monotonic()
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WHEELS = {
@@ -78,9 +79,8 @@ def main() -> int:
     if not torch.cuda.is_available() and not args.allow_cpu:
         print(f"SKIP (77): no CUDA device: torch {torch.__version__} sees none; --allow_cpu runs tiny sizes on the CPU")
         return 0
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that the section, which has its own session, is ended too
+    # The section has a session of its own, which ends with this process only where it is told to.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "log.txt").write_text("")
     work = Path(tempfile.mkdtemp(prefix="aligner-gpu-"))
@@ -109,10 +109,10 @@ def arguments() -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, work: Path, *, on_gpu: bool) -> list[dict[str, Any]]:
-    began, results = time.monotonic(), []
+    results: list[dict[str, Any]] = []
     environment = child_environment(install_wheels(work))
     for name in args.sections.split(","):
-        left = args.deadline - (time.monotonic() - began)
+        left = args.deadline - (time.monotonic() - BEGAN) - 5
         limit = min(left, SECTIONS[name][1]) if on_gpu else CPU_LIMIT
         result = start_section(name, args, work, environment, limit)
         results.append(result)
