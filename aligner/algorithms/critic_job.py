@@ -41,6 +41,7 @@ class CriticJob:
         self.reward, self.reward_model = reward, reward_model
         self.identity = identity
         self.step = 0
+        self._initial = True  # whether the weights are those that the job began with; a step that failed half-way leaves others
 
     def start_scoring(self, rows: CriticRows) -> Optional["Future[list[Score]]"]:
         """Begin the verifier's work in its own processes, beside the ranks' forward pass. Rank 0 only; None where no verifier scores."""
@@ -66,6 +67,7 @@ class CriticJob:
                 f"step {step} has {rows} rows, not a multiple of the critic job's critic.mini_batch_size={settings.mini_batch_size}: "
                 "set it to a divisor of the actor's ppo.rollout_batch_size * ppo.samples_per_prompt"
             )
+        self._initial = False
         updates = []
         for epoch in range(settings.epochs):
             for chosen in mini_batches(
@@ -92,10 +94,11 @@ class CriticJob:
     def restore(self, step: int, folder: Optional[Path]) -> None:
         """Back to a committed pair, or to the initial weights where folder is None."""
         if folder is None:
-            if self.step:
+            if not self._initial:
                 self.critic.reset()
-            self.step = 0
+            self.step, self._initial = 0, True
             return
+        self._initial = False
         saved = self.critic.load(folder)["step"]
         if saved != step:
             raise ValueError(f"{folder} holds the critic of step {saved}, not of step {step}")
