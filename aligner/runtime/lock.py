@@ -1,5 +1,6 @@
 """One live job of a name: a lock file that says who holds it."""
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -50,7 +51,7 @@ def _is_alive_here(holder: dict[str, Any]) -> bool:
 
 
 class RunLock:
-    """Held from construction to release, or to the death of this process.
+    """Held from construction to release, or to the end of this process, which releases it unless it is killed.
 
     The kernel's lock on the file decides on one host; what the file says decides between hosts, where kernel locks may not reach."""
 
@@ -64,6 +65,8 @@ class RunLock:
         except BaseException:
             self._file.close()
             raise
+        # Without it the record of a job that ended well would refuse the next one on another host.
+        atexit.register(self.release)
 
     def _take(self, what: str) -> None:
         mine = _own_record()

@@ -57,6 +57,14 @@ def test_a_dead_holder_loses_the_lock(run, holder):
     lock.release()
 
 
+def test_a_holder_that_ended_by_itself_leaves_no_record(run):
+    """Which a job on another host would have to believe."""
+    script = HOLD.partition("print")[0] + "raise SystemExit(3)\n"
+    ended = subprocess.run([sys.executable, "-c", script, str(run.path)])
+    assert ended.returncode == 3
+    assert (run.path / "locks" / "actor.json").read_text() == ""
+
+
 def test_a_released_lock_can_be_taken_again(run):
     run.lock("actor").release()
     run.lock("actor").release()
