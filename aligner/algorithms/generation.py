@@ -41,7 +41,7 @@ class Pending:
             values, bootstrap, scores = _await_critic(critic, len(sample_ids), until)
             if reward is not None:
                 scores = reward.result(timeout=max(0.0, until - time.monotonic()))
-            for i, (sample_id, score) in enumerate(zip(sample_ids, scores)):
+            for i, (sample_id, score) in enumerate(zip(sample_ids, scores, strict=True)):
                 if score.error is not None:
                     raise RuntimeError(f"the reward of sample {sample_id} failed: {score.error}")
                 answers[sample_id] = (score, values[i], bootstrap[i])
@@ -78,9 +78,23 @@ class Generation:
         """Generate the world's `requests` (each rank its own share) and return all of them on every rank, with the answers under way.
 
         samples: sample_id -> its prompt's Sample. values: False where only scores are wanted (validation)."""
-        mine = self._share(requests)
+        pending, finished, error = Pending(), [], None
+        try:
+            finished = self._generate(self._share(requests), samples, pending, values)
+        except Exception as problem:
+            error = problem
+        agree(error, self.topology)
+        everyone = gather_objects(finished, self.topology.cpu_group)
+        rollouts = collate([c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor)
+        return rollouts, pending
+
+    def _generate(
+        self, mine: list[Request], samples: dict[int, Sample], pending: Pending, values: bool
+    ) -> list[Completion]:
+        """This rank's share, on this rank alone: no collectives."""
         self.engine.submit(mine)
-        pending, waiting, finished = Pending(), [], []
+        waiting: list[Completion] = []
+        finished: list[Completion] = []
         while len(finished) < len(mine):
             done = self.engine.completed(timeout=self.answer_deadline)
             if not done:
@@ -91,9 +105,7 @@ class Generation:
             while len(waiting) >= self.chunk_size or (waiting and len(finished) == len(mine)):
                 self._ask(waiting[: self.chunk_size], samples, pending, values)
                 waiting = waiting[self.chunk_size :]
-        everyone = gather_objects(finished, self.topology.cpu_group)
-        rollouts = collate([c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor)
-        return rollouts, pending
+        return finished
 
     def answers(self, pending: Pending, rollouts: Rollouts) -> Answers:
         """Await this rank's answers and gather everybody's. A failure on one rank raises on all."""

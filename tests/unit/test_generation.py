@@ -91,6 +91,13 @@ def test_an_engine_that_stalls_is_an_error():
         phase.run(*requests(2))
 
 
+def test_an_engine_or_critic_that_raises_is_told_to_all_ranks():
+    phase = generation(ScriptedCritic())
+    phase.critic.infer = lambda rows: (_ for _ in ()).throw(ValueError("too many rows"))
+    with pytest.raises(RuntimeError, match="rank 0: too many rows"):
+        phase.run(*requests(2))
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 def test_ranks_share_the_requests_without_gap_or_overlap(world):
     asked, _ = requests(7)
