@@ -81,8 +81,9 @@ def build_experience(rollouts: Rollouts, signals: Signals, ppo: PPOConfig, kl_co
 def _advantages(rewards, values, mask, bootstrap, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
     if ppo.advantage is Advantage.gae:
         return gae(rewards, values, mask, bootstrap, gamma=ppo.gamma, lam=ppo.lam)
-    advantages = reinforce_baseline(rewards, mask, gamma=ppo.gamma)
-    return advantages, torch.zeros_like(rewards)
+    # The returns train the critic of a run that has one all the same (for its reward model, say).
+    returns = monte_carlo_returns(rewards, mask, torch.zeros_like(bootstrap), gamma=ppo.gamma)
+    return reinforce_baseline(rewards, mask, gamma=ppo.gamma), returns
 
 
 def _rollout_metrics(rollouts: Rollouts, signals: Signals, k1: Tensor) -> dict[str, float]:

@@ -94,6 +94,7 @@ def test_critic_free_needs_no_values(rollouts):
     baseline = (1.0 * 2 + 0.5 * 3) / 5
     assert got.advantages[0, 2].item() == pytest.approx(1.0 - baseline)
     assert got.advantages[1, 3].item() == pytest.approx(0.5 - baseline)
+    assert got.returns[0, 2:4].tolist() == [1.0, 1.0] and got.returns[1, 1:4].tolist() == [0.5] * 3
     assert "critic/explained_variance" not in got.metrics
 
 
