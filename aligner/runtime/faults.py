@@ -7,6 +7,6 @@ VARIABLE = "ALIGNER_FAULT"
 
 
 def reach(point: str, step: int) -> None:
-    """SIGKILL this process where ALIGNER_FAULT is `point:step` (for example `after_generate:3`)."""
+    """SIGKILL this process where ALIGNER_FAULT is `point:step` (for example `generated:3`)."""
     if os.environ.get(VARIABLE) == f"{point}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
