@@ -1,6 +1,7 @@
 """PPO (Schulman et al. 2017) with a served critic: a step reads top to bottom."""
 
 import logging
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Callable, Iterator, Optional
 
@@ -19,7 +20,7 @@ from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.policy import Policy, PolicyMiniBatch
 from aligner.ops.kl import AdaptiveKL
-from aligner.parallel.collectives import broadcast_object
+from aligner.parallel.collectives import agree, broadcast_object
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
 from aligner.rollout.refit import certified_refit
@@ -38,7 +39,6 @@ class TrainerState:
     prompts_consumed: int = 0
     weight_version: int = 0
     kl_coefficient: float = 0.0
-    last_validation: Optional[float] = None
 
 
 class PPOTrainer:
@@ -68,6 +68,7 @@ class PPOTrainer:
         self.sampler = PromptSampler(len(train_samples), seed=config.run.seed, shuffle=config.data.shuffle)
         self.state = TrainerState(kl_coefficient=config.ppo.kl_coefficient)
         self.engine_version: Optional[int] = None
+        self.validated: Optional[float] = None  # val/reward of the present weights; None where this step had no validation
 
     # The loop
 
@@ -77,6 +78,8 @@ class PPOTrainer:
         self.recorder.start()
         if saved is not None:
             self.state = TrainerState(**saved)
+            if self.ppo.kl_target is None:  # fixed: the setting counts, as every other does
+                self.state.kl_coefficient = self.ppo.kl_coefficient
         elif self.config.validation.every:
             self.validate_before_training()
         stopping = False
@@ -127,8 +130,17 @@ class PPOTrainer:
         if self.config.engine.offload_during_training:
             self.engine.resume()
         if self.engine_version != self.state.weight_version:
+            self.refit()
+
+    def refit(self) -> None:
+        """The policy's weights into every rank's engine. A failure on one rank raises on all."""
+        error = None
+        try:
             certified_refit(self.engine, self.policy.export(), version=self.state.weight_version)
-            self.engine_version = self.state.weight_version
+        except Exception as problem:
+            error = problem
+        agree(error, self.topology)
+        self.engine_version = self.state.weight_version
 
     def leave_generation(self) -> None:
         if self.config.engine.offload_during_training:
@@ -174,11 +186,16 @@ class PPOTrainer:
         )
         return build_experience(rollouts, signals, self.ppo, self.state.kl_coefficient)
 
-    def start_critic_training(self, step: int, experience: Experience):
+    def start_critic_training(self, step: int, experience: Experience) -> Optional["Future[dict[str, float]]"]:
         """Send the step to the critic, which trains while the policy does. Rank 0 alone talks to it."""
         if self.critic is None or not self.topology.is_reporter:
             return None
-        return self.critic.train(step, experience.critic_batch())
+        try:
+            return self.critic.train(step, experience.critic_batch())
+        except Exception as problem:  # the other ranks train already: they hear of it where the answer is awaited
+            refused: Future[dict[str, float]] = Future()
+            refused.set_exception(problem)
+            return refused
 
     def finish_critic_training(self, update) -> dict[str, float]:
         """Await the critic's acknowledgement on rank 0; a failure there fails every rank."""
@@ -235,7 +252,8 @@ class PPOTrainer:
     def advance(self, step: int, rollouts: Rollouts, experience: Experience) -> None:
         self.state.step = step
         self.state.prompts_consumed += self.ppo.rollout_batch_size
-        if self.ppo.kl_target is not None:
+        # In critic warm-up the policy is the reference: a KL of 0 would only drive the coefficient down.
+        if self.ppo.kl_target is not None and step > self.ppo.critic_warmup_steps:
             controller = AdaptiveKL(self.state.kl_coefficient, self.ppo.kl_target, self.ppo.kl_horizon)
             controller.update(experience.metrics["kl/sequence"], len(rollouts))
             self.state.kl_coefficient = controller.coefficient
@@ -259,6 +277,7 @@ class PPOTrainer:
 
     def validate_when_due(self, step: int) -> dict[str, float]:
         every = self.config.validation.every
+        self.validated = None
         if not every or (step % every and step != self.config.run.max_steps):
             return {}
         return self.validate(step)[0]
@@ -270,7 +289,7 @@ class PPOTrainer:
         self.leave_generation()
         if validation is None:
             return {}, 0
-        self.state.last_validation = validation.metrics["val/reward"]
+        self.validated = validation.metrics["val/reward"]
         rows = sample_rows(validation.rollouts, validation.samples, validation.answers.scores, self.tokenizer)
         self.recorder.validation_samples(step, rows)
         return validation.metrics, int(validation.rollouts.lengths.sum())
@@ -282,7 +301,7 @@ class PPOTrainer:
 
     def save(self) -> None:
         with self.recorder.phase("checkpoint"):
-            self.checkpoints.save(self.state.step, asdict(self.state), validation=self.state.last_validation)
+            self.checkpoints.save(self.state.step, asdict(self.state), validation=self.validated)
 
 
 def mean_metrics(prefix: str, updates: list[dict[str, float]]) -> dict[str, float]:

@@ -90,9 +90,17 @@ def verify(certificate: RefitCertificate, source: Mapping[str, str]) -> None:
 
 
 def certified_refit(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> RefitCertificate:
-    """Refit an engine to weight version `version` and verify that it holds what was sent, as far as engine.certify asks."""
+    """Refit an engine to weight version `version` and verify that it holds what was sent, as far as engine.certify asks.
+
+    `tensors` is consumed whole, also where the engine refuses one: the other ranks take part in its collectives."""
     sent: dict[str, str] = {}
+    tensors = iter(tensors)
     summed = source_checksums(tensors, sent, dtype=engine.dtype, certify=engine.certify, version=version)
-    certificate = engine.refit(weight_update(summed, version))
+    try:
+        certificate = engine.refit(weight_update(summed, version))
+    except Exception:
+        for _ in tensors:
+            pass
+        raise
     verify(certificate, sent)
     return certificate

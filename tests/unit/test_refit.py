@@ -7,7 +7,7 @@ from aligner.config.groups import Certify
 from aligner.data.batch import Request
 from aligner.data.interfaces import WeightUpdate
 from aligner.models.hf import hf_names
-from aligner.rollout.refit import checksum, source_checksums, verify, weight_update
+from aligner.rollout.refit import certified_refit, checksum, source_checksums, verify, weight_update
 from tests.unit.tiny_engine import FAMILIES, VOCAB, tensors, tiny_engine, tiny_hf, tiny_shape
 
 PROMPTS = [[5, 9, 33], [1], list(range(40, 57))]
@@ -89,6 +89,14 @@ def test_a_bad_refit_raises_and_poisons_until_a_whole_one(model, kind):
         engine.refit(weight_update(spoil(tensors(model)), 3))
     engine.refit(weight_update(tensors(model), 4))
     assert greedy(engine) == hf_greedy(model)
+
+
+def test_a_refused_refit_consumes_its_source_whole(model):
+    """Where the source is a collective, the other ranks would wait for one that left it."""
+    left = iter([("nobody.weight", torch.zeros(1)), *tensors(model)])
+    with pytest.raises(ValueError, match="nobody.weight"):
+        certified_refit(tiny_engine("llama", model), left, version=2)
+    assert list(left) == []
 
 
 def test_a_source_that_fails_midway_poisons(model):
