@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 import torch
 
@@ -26,10 +26,13 @@ from aligner.parallel.device import ON_GPU, resolve_dtype, synchronise
 from aligner.parallel.startup import detect_launch, start
 from aligner.parallel.topology import Topology, grid_problems
 from aligner.runtime.errors import ConfigError
+from aligner.runtime.lock import RunLock
 from aligner.runtime.log import setup_logging
 from aligner.runtime.recorder import Recorder
 from aligner.runtime.report import write_report
 from aligner.runtime.run_folder import RunFolder
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,35 +63,49 @@ class Job:
 
 
 def start_job(config: Any, name: str) -> Job:
-    """Refuse an impossible grid or a run that is held, then join the other ranks. Every rank calls it first.
+    """Refuse an impossible grid, join the other ranks, and hold the run. Every rank calls it first.
 
-    Raises ConfigError or UserError before any model is built."""
+    Raises ConfigError or UserError, on every rank, before any model is built."""
     launch = detect_launch(os.environ)
     shape = checkpoint_shape(config.model.checkpoint).with_layers(config.model.num_layers)
     if problems := grid_problems(config.parallel, launch.world_size, shape):
         raise ConfigError(*problems)
-    folder, lock = RunFolder.of(config.run), None
-    if launch.rank == 0:
-        lock = folder.lock(name)
-        folder.write_config(name, to_yaml(config))
-    setup_logging(folder.logs, job=name, rank=launch.rank)
     topology = start(config.parallel, config.run.seed)
+    folder = RunFolder.of(config.run)
+    lock = on_reporter(lambda: _hold(folder, name, to_yaml(config)), topology)
+    setup_logging(folder.logs, job=name, rank=launch.rank)
     with opened(Path(config.model.checkpoint), topology) as checkpoint:
         tokenizer = Tokenizer(checkpoint / "tokenizer")
     return Job(name, topology, folder, shape, tokenizer, lock)
 
 
-def resume_step(config: ActorConfig, job: Job) -> Optional[int]:
-    """Step of the committed pair to continue from, the same on every rank; None for a run that begins. What came after it is deleted."""
-    step, error = None, None
-    if job.topology.is_reporter:
+def _hold(folder: RunFolder, name: str, settings: str) -> RunLock:
+    lock = folder.lock(name)
+    folder.write_config(name, settings)
+    return lock
+
+
+def on_reporter(act: Callable[[], T], topology: Topology) -> Optional[T]:
+    """Do it on the one rank that writes files (None elsewhere). Where it fails there, every rank raises: none waits for one that left."""
+    result, error = None, None
+    if topology.is_reporter:
         try:
-            step = job.folder.checkpoints.resume_step(config.run.resume)
-            job.folder.rewind(step)
+            result = act()
         except Exception as problem:
             error = problem
-    agree(error, job.topology)
-    return broadcast_object(step, 0, job.topology.cpu_group)
+    agree(error, topology)
+    return result
+
+
+def resume_step(config: ActorConfig, job: Job) -> Optional[int]:
+    """Step of the committed pair to continue from, the same on every rank; None for a run that begins. What came after it is deleted."""
+
+    def found() -> Optional[int]:
+        step = job.folder.checkpoints.resume_step(config.run.resume)
+        job.folder.rewind(step)
+        return step
+
+    return broadcast_object(on_reporter(found, job.topology), 0, job.topology.cpu_group)
 
 
 def load_samples(config: ActorConfig, tokenizer: Tokenizer) -> tuple[list[Sample], list[Sample]]:
@@ -129,22 +146,20 @@ def build_trainer(
         engine=engine,
         critic=critic,
         generation=generation,
-        validator=Validator(
-            generation, held_out, max_output_len=config.engine.max_output_len, stop_token_ids=stop_ids
-        ),
+        validator=Validator(generation, held_out, max_output_len=config.engine.max_output_len, stop_token_ids=stop_ids),
         checkpoints=PairedCheckpoints(
             job.folder.checkpoints, config.checkpoint, policy=policy, critic=critic, topology=job.topology
         ),
-        recorder=Recorder(
-            config,
-            job.folder if job.topology.is_reporter else None,
-            resumed=resumed,
-            synchronise=synchronise if ON_GPU else None,
-            settings=to_dict(config),
-        ),
+        recorder=_recorder(config, job, resumed),
         train_samples=train,
         stop_token_ids=stop_ids,
     )
+
+
+def _recorder(config: ActorConfig, job: Job, resumed: Optional[int]) -> Recorder:
+    how = {"resumed": resumed, "synchronise": synchronise if ON_GPU else None}
+    writes = on_reporter(lambda: Recorder(config, job.folder, settings=to_dict(config), **how), job.topology)
+    return writes or Recorder(config, None, **how)
 
 
 def build_policy(config: ActorConfig, topology: Topology) -> Policy:
