@@ -1,6 +1,6 @@
 """One JSON object a sample: where its prompt came from, what was said, and what it was worth."""
 
-from typing import Any, Optional
+from typing import Any, Iterator, Optional
 
 from aligner.algorithms.experience import Experience
 from aligner.data.batch import Rollouts, Sample, Score
@@ -13,9 +13,9 @@ def sample_rows(
     scores: list[Score],
     tokenizer: Tokenizer,
     experience: Optional[Experience] = None,
-) -> list[dict[str, Any]]:
-    """Rows in order of sample_id. With an experience (training, not validation) KL and advantage of each row are there too."""
-    rows = []
+) -> Iterator[dict[str, Any]]:
+    """Rows in order of sample_id, made as they are asked for: on the rank that writes them. With an experience (training, not
+    validation) KL and advantage of each row are there too."""
     for b, sample_id in enumerate(rollouts.sample_ids.tolist()):
         start, end = int(rollouts.prompt_lengths[b]), int(rollouts.lengths[b])
         response = rollouts.tokens[b, start:end].tolist()
@@ -32,8 +32,7 @@ def sample_rows(
         }
         if experience is not None:
             row |= _training_fields(experience, b, start, end)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _training_fields(experience: Experience, b: int, start: int, end: int) -> dict[str, float]:

@@ -25,6 +25,11 @@ def plain_number(key: str, value: Any) -> float | int:
     return float(value)
 
 
+def plain_row(metrics: Mapping[str, Any]) -> dict[str, float | int]:
+    """All metrics as plain numbers. Raises as plain_number does."""
+    return {key: plain_number(key, value) for key, value in metrics.items()}
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a file with one a line. A last line that a killed process left unfinished is dropped."""
     lines = path.read_text().splitlines() if path.exists() else []
@@ -94,7 +99,7 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row. Raises FloatingPointError where a value is not finite and TypeError where it is no number; nothing is written then."""
-        row = {key: plain_number(key, value) for key, value in metrics.items()}
+        row = plain_row(metrics)
         self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:

@@ -3,7 +3,7 @@
 from typing import Any, Callable, ContextManager, Iterable, Mapping, Optional
 
 from aligner.config.jobs import ActorConfig
-from aligner.runtime.metrics import MetricsWriter
+from aligner.runtime.metrics import MetricsWriter, plain_row
 from aligner.runtime.progress import Progress
 from aligner.runtime.run_folder import RunFolder
 from aligner.runtime.timers import Timers
@@ -39,9 +39,11 @@ class Recorder:
         self.timers.start_step()
 
     def end_step(self, step: int, metrics: Mapping[str, Any], *, tokens: int) -> None:
-        """Write the row of a step. tokens: prompt and response tokens of the step, for tokens_per_second."""
+        """Write the row of a step. tokens: prompt and response tokens of the step, for tokens_per_second.
+
+        Raises FloatingPointError, on every rank alike, where a metric is not finite."""
         times = self.timers.finish_step()
-        row = {**metrics, **times, "tokens_per_second": tokens / times["time/step"]}
+        row = plain_row({**metrics, **times, "tokens_per_second": tokens / times["time/step"]})
         if self._metrics is not None:
             self._metrics.write(step, row)
             self._progress.step(step, row)
