@@ -16,7 +16,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 )  # for spawned jobs
 if READS not in os.environ:  # before aligner.config is imported, here and in the jobs that tests start
-    os.environ[READS] = tempfile.NamedTemporaryFile(prefix="aligner-reads-", delete=False).name
+    handle, os.environ[READS] = tempfile.mkstemp(prefix="aligner-reads-")
+    os.close(handle)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 

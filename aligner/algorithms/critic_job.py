@@ -21,6 +21,7 @@ from aligner.models.critic import CriticMiniBatch, CriticModel
 from aligner.models.reward_model import RewardModel
 from aligner.rewards.source import build_reward
 from aligner.serving.backend import Refused
+from aligner.serving.hello import NO_REWARD
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class CriticJob:
         self.reward, self.reward_model = reward, reward_model
         self.identity = identity
         self.step = 0
-        self._initial = True  # whether the weights are those that the job began with; a step that failed half-way leaves others
+        self._initial = (
+            True  # whether the weights are those that the job began with; a step that failed half-way leaves others
+        )
 
     def start_scoring(self, rows: CriticRows) -> Optional["Future[list[Score]]"]:
         """Begin the verifier's work in its own processes, beside the ranks' forward pass. Rank 0 only; None where no verifier scores."""
@@ -154,7 +157,7 @@ def _contract(config: Any, job: Job, *, max_length: int) -> dict[str, Any]:
         "chat_template": job.tokenizer.chat_template_hash,
         "vocab_size": job.shape.vocab_size,
         "max_length": max_length,
-        "reward_kind": config.reward.kind.value if scores_there else "none",
+        "reward_kind": config.reward.kind.value if scores_there else NO_REWARD,
         "run_id": config.run.name,
     }
 

@@ -85,7 +85,9 @@ class Generation:
             error = problem
         agree(error, self.topology)
         everyone = gather_objects(finished, self.topology.cpu_group)
-        rollouts = collate([c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor)
+        rollouts = collate(
+            [c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor
+        )
         return rollouts, pending
 
     def _generate(

@@ -68,7 +68,9 @@ class PPOTrainer:
         self.sampler = PromptSampler(len(train_samples), seed=config.run.seed, shuffle=config.data.shuffle)
         self.state = TrainerState(kl_coefficient=config.ppo.kl_coefficient)
         self.engine_version: Optional[int] = None
-        self.validated: Optional[float] = None  # val/reward of the present weights; None where this step had no validation
+        self.validated: Optional[float] = (
+            None  # val/reward of the present weights; None where this step had no validation
+        )
 
     # The loop
 
@@ -113,12 +115,16 @@ class PPOTrainer:
         self.warn_of_drift(step, experience)
         faults.reach("trained", step)
         self.advance(step, rollouts, experience)
-        self.recorder.training_samples(
-            step, sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience)
-        )
+        self.recorder.training_samples(step, sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience))
         with phase("validate"):
             validation = self.validate_when_due(step)
-        metrics = {**experience.metrics, **policy_metrics, **critic_metrics, **validation, **self.state_metrics(answers)}
+        metrics = {
+            **experience.metrics,
+            **policy_metrics,
+            **critic_metrics,
+            **validation,
+            **self.state_metrics(answers),
+        }
         self.recorder.end_step(step, metrics, tokens=int(rollouts.lengths.sum()))
 
     # Phases
@@ -244,7 +250,10 @@ class PPOTrainer:
         drift, alarm = experience.metrics["drift/mean"], self.config.logging.drift_alarm
         if drift > alarm:
             log.warning(
-                "step %d: engine and trainer log-probs differ by %.3f on average (logging.drift_alarm=%g)", step, drift, alarm
+                "step %d: engine and trainer log-probs differ by %.3f on average (logging.drift_alarm=%g)",
+                step,
+                drift,
+                alarm,
             )
 
     # Between steps

@@ -19,7 +19,9 @@ class Validation:
 
 
 class Validator:
-    def __init__(self, generation: Generation, samples: list[Sample], *, max_output_len: int, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, generation: Generation, samples: list[Sample], *, max_output_len: int, stop_token_ids: tuple[int, ...]
+    ) -> None:
         self.generation = generation
         self.samples = dict(enumerate(samples))
         self.requests = [

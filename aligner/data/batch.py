@@ -66,7 +66,9 @@ class Rollouts:
 
     def select(self, rows: Tensor) -> "Rollouts":
         """The given rows (int64 indices), in the given order."""
-        chosen = {f.name: getattr(self, f.name)[rows] for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        chosen = {
+            f.name: getattr(self, f.name)[rows] for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
+        }
         return replace(self, **chosen)
 
 

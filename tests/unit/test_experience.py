@@ -49,7 +49,9 @@ def test_advantages_by_hand(rollouts):
     # kl per token 0.5, so each chosen token pays 0.05; lambda 1 and zero values make the advantage the reward to go.
     got = build_experience(rollouts, signals(rollouts), SETTINGS, kl_coefficient=0.1)
     assert got.advantages[0, 2:4].tolist() == pytest.approx([1.0 - 0.1, 1.0 - 0.05])
-    assert got.advantages[1, 1:4].tolist() == pytest.approx([0.75 - 0.15, 0.75 - 0.1, 0.75 - 0.05])  # 0.5 + bootstrap 0.25
+    assert got.advantages[1, 1:4].tolist() == pytest.approx(
+        [0.75 - 0.15, 0.75 - 0.1, 0.75 - 0.05]
+    )  # 0.5 + bootstrap 0.25
     assert got.metrics["kl/mean"] == pytest.approx(0.5)
     assert got.metrics["kl/sequence"] == pytest.approx((1.0 + 1.5) / 2)
     assert got.metrics["reward/mean"] == pytest.approx(0.75)

@@ -19,7 +19,9 @@ class ScriptedEngine:
 
     def completed(self, timeout):
         done, self.left = self.left[-2:], self.left[:-2]
-        return [Completion(r.sample_id, r.prompt_ids, [r.sample_id, r.sample_id + 1], [-0.5, -0.5], "stop", 3) for r in done]
+        return [
+            Completion(r.sample_id, r.prompt_ids, [r.sample_id, r.sample_id + 1], [-0.5, -0.5], "stop", 3) for r in done
+        ]
 
 
 class ScriptedCritic:
@@ -30,7 +32,10 @@ class ScriptedCritic:
 
     def infer(self, rows):
         self.chunks.append(rows.sample_ids.tolist())
-        scores = [Score(float(i), {"accuracy": 1.0}, "verifier died" if i == self.fail_on else None) for i in rows.sample_ids.tolist()]
+        scores = [
+            Score(float(i), {"accuracy": 1.0}, "verifier died" if i == self.fail_on else None)
+            for i in rows.sample_ids.tolist()
+        ]
         future = Future()
         future.set_result(CriticAnswer(rows.tokens.float(), rows.sample_ids.float() / 10, scores))
         return future
@@ -50,7 +55,13 @@ def one_rank(monkeypatch):
 def generation(critic):
     topology = SimpleNamespace(world_size=1, rank=0, tensor=1, cpu_group=None)
     return Generation(
-        engine=ScriptedEngine(), critic=critic, reward=None, topology=topology, chunk_size=3, pad_id=0, answer_deadline=5.0
+        engine=ScriptedEngine(),
+        critic=critic,
+        reward=None,
+        topology=topology,
+        chunk_size=3,
+        pad_id=0,
+        answer_deadline=5.0,
     )
 
 
