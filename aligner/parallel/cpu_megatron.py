@@ -161,7 +161,17 @@ def _patch_optimizers() -> None:
         cls.__init__ = _with_cuda_type_names(cls.__init__)
     clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
     clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
-    distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
+    repair_loading_of_torch_adam()
+
+
+def repair_loading_of_torch_adam() -> None:
+    """Sharded optimizer states load into torch's Adam too; on a GPU that has neither Transformer Engine nor apex as well."""
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, distrib_optimizer
+
+    if USING_PYTORCH_OPTIMIZER:
+        distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states = (
+            _set_main_param_and_optimizer_states
+        )
 
 
 def _patch_random() -> None:

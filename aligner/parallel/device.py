@@ -23,7 +23,9 @@ BACKEND: str = "nccl" if ON_GPU else "gloo"
 # bfloat16 must win by this factor to be chosen on a CPU: it costs precision.
 _BF16_GAIN = 1.2
 
-if not ON_GPU:
+if ON_GPU:
+    cpu_megatron.repair_loading_of_torch_adam()
+else:
     cpu_megatron.install()
 
 
