@@ -49,7 +49,7 @@ demo: $(READY) $(MODEL)/model_config.yaml
 		--actor $(OVERRIDES_$(GRID)) --both run.name=$(RUN) $(DEMO_ARGS)
 
 test: $(READY)
-	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(PY) -m pytest -q tests/unit tests/dist tests/jobs
+	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(PY) -m pytest -q tests/unit tests/dist tests/jobs tests/gpu
 
 test-faults: $(READY)
 	cd $(ROOT) && $(PY) -m pytest -q -m faults tests/jobs

@@ -1,6 +1,6 @@
 """The critic job: critic and reward on their own grid, served to the actor job over PyTriton.
 
-    python serve_ppo_critic.py model.checkpoint=DIR tasks=chain_sum       (one rank; also under torchrun and srun)"""
+python serve_ppo_critic.py model.checkpoint=DIR tasks=chain_sum       (one rank; also under torchrun and srun)"""
 
 import logging
 

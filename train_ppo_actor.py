@@ -1,6 +1,6 @@
 """The actor job: policy, frozen reference and rollout engine on one grid, trained by PPO with a served critic.
 
-    python train_ppo_actor.py model.checkpoint=DIR tasks=chain_sum        (one rank; also under torchrun and srun)"""
+python train_ppo_actor.py model.checkpoint=DIR tasks=chain_sum        (one rank; also under torchrun and srun)"""
 
 from aligner.runtime.errors import UserError, run_main
 from aligner.runtime.signals import StopSignals
@@ -65,7 +65,9 @@ def connect_critic(config, job):
         return None
     if config.critic.place is CriticPlace.local:
         if (ranks := job.topology.world_size) > 1:
-            raise UserError(f"critic.place=local needs one rank, there are {ranks}: start a critic job (critic.place=remote)")
+            raise UserError(
+                f"critic.place=local needs one rank, there are {ranks}: start a critic job (critic.place=remote)"
+            )
         overrides = [*config.critic.local_overrides, f"run.name={config.run.name}"]
         return LocalCritic(build_critic_job(load(CriticConfig, overrides, config.critic.local_config), job))
     file = job.folder.endpoints / "critic.json"

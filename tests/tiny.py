@@ -35,7 +35,9 @@ def write_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
-def write_model(folder: Path, *, seed: int = 0, layers: int = 4, hidden: int = 32, tied: bool = True, positions: int = 256) -> Path:
+def write_model(
+    folder: Path, *, seed: int = 0, layers: int = 4, hidden: int = 32, tied: bool = True, positions: int = 256
+) -> Path:
     """A Hugging Face folder of a random Llama (4 heads, 2 KV heads) with the tokenizer above."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

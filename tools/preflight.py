@@ -16,10 +16,14 @@ def problems(root: str, disk_gb: float, memory_gb: float) -> list[str]:
     found = []
     system, machine = platform.system(), platform.machine()
     if (system, machine) != ("Linux", "x86_64"):
-        found.append(f"needs Linux on x86-64 (PyTriton ships its server for nothing else); this is {system} on {machine}")
+        found.append(
+            f"needs Linux on x86-64 (PyTriton ships its server for nothing else); this is {system} on {machine}"
+        )
     version = sys.version_info[:2]
     if not (3, 10) <= version < (3, 13):
-        found.append(f"needs Python 3.10 to 3.12; {sys.executable} is {version[0]}.{version[1]}: run `make PYTHON=/path/to/python3.11 ...`")
+        found.append(
+            f"needs Python 3.10 to 3.12; {sys.executable} is {version[0]}.{version[1]}: run `make PYTHON=/path/to/python3.11 ...`"
+        )
     elif not sysconfig.get_config_var("Py_ENABLE_SHARED"):
         found.append(
             f"needs a Python with a shared libpython (PyTriton loads it); {sys.executable} was built without --enable-shared: "

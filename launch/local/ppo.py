@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 30.0  # seconds a job gets to end by itself before it is killed
 
@@ -41,17 +43,24 @@ def command(script: str, ranks: int, config: str, overrides: list[str]) -> list[
 def start(argv: list[str], output) -> subprocess.Popen:
     # Threads that spin while they wait would starve the other job where both share the cores.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-    return subprocess.Popen(argv, env=environment, start_new_session=True, stdout=output, stderr=output and subprocess.STDOUT)
+    return subprocess.Popen(
+        argv, env=environment, start_new_session=True, stdout=output, stderr=output and subprocess.STDOUT
+    )
 
 
 def stop(process: subprocess.Popen) -> None:
-    """SIGTERM to the job's first process, which ends its own tree; SIGKILL to the whole session after the grace."""
+    """SIGTERM to the job's first process, which ends its own tree; SIGKILL to what is left of the tree after the grace.
+
+    Not to its process group: torchrun's workers and Triton have sessions of their own."""
     if process.poll() is None:
         process.terminate()
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for member in tree:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
             process.wait()
 
 
