@@ -2,15 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from aligner.models.checkpoint import read_sharded, sharded_weights, write_sharded
 from aligner.models.optimizer import choose_kernel, inner_optimizers
-from aligner.parallel.collectives import broadcast_object
+from aligner.parallel.collectives import agree, broadcast_object
 from aligner.parallel.topology import Topology
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
@@ -34,16 +33,28 @@ def save_training(
     fresh = _is_fresh(optimizer)
     if not fresh:
         target = folder / OPTIMIZER_FOLDER
-        if topology.is_reporter:
-            target.mkdir(parents=True, exist_ok=True)
-        dist.barrier(group=topology.cpu_group)
+        _on_reporter(lambda: target.mkdir(parents=True, exist_ok=True), topology)
         found = _sharded(chunks, optimizer, topology, loading=False)
         write_sharded(found, target)
+    kind = {"fresh": fresh, **_kind(optimizer)}
+    text = json.dumps({"optimizer": kind, "state": dict(state)}, indent=1)
+    _on_reporter(lambda: _write(folder / STATE_FILE, text), topology)
+
+
+def _on_reporter(act: Callable[[], None], topology: Topology) -> None:
+    """Do it on the one rank that writes files; every rank waits for it, and raises where it fails (a full disk)."""
+    error = None
     if topology.is_reporter:
-        folder.mkdir(parents=True, exist_ok=True)
-        kind = {"fresh": fresh, **_kind(optimizer)}
-        (folder / STATE_FILE).write_text(json.dumps({"optimizer": kind, "state": dict(state)}, indent=1))
-    dist.barrier(group=topology.cpu_group)
+        try:
+            act()
+        except OSError as problem:
+            error = problem
+    agree(error, topology)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def load_training(
