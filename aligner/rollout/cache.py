@@ -39,4 +39,8 @@ class KVCache:
 
     def restore(self) -> None:
         self.tensor.untyped_storage().resize_(self.nbytes)
-        self.tensor.zero_()  # what lies beyond a row's length is masked by adding -inf, which a NaN would survive
+        self.clear()
+
+    def clear(self) -> None:
+        """What lies beyond a row's length is masked by adding -inf, which a NaN would survive."""
+        self.tensor.zero_()

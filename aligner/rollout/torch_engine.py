@@ -221,6 +221,7 @@ class TorchEngine:
     def _fail_non_finite(self, row: int) -> None:
         sample_id = self.slots.pending[row].request.sample_id
         self._drop_requests()
+        self.cache.clear()
         reason = (
             f"weight version {self.state.version} gave logits that are not finite (first seen in sample_id {sample_id})"
         )
