@@ -147,6 +147,8 @@ def _reward(reward: Any) -> Iterator[str]:
             yield f"reward.function={reward.function}: there is no file {Path(path).absolute()}"
     elif reward.function is not None:
         yield f"reward.function={reward.function} needs reward.kind=function, and it is {reward.kind.name}"
+    if reward.kind is not RewardKind.task and reward.format_credit:
+        yield f"reward.format_credit={reward.format_credit} needs reward.kind=task, and it is {reward.kind.name}: set it to 0"
     if reward.kind is RewardKind.model and reward.checkpoint is None:
         yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
     if reward.kind is not RewardKind.model and reward.checkpoint is not None:
@@ -204,6 +206,10 @@ def _data(config: ActorConfig) -> Iterator[str]:
             yield f"data.{name}={path}: there is no such file"
     if data.prompts is not None and config.validation.every > 0 and data.validation_prompts is None:
         yield "validation.every > 0 with data.prompts needs data.validation_prompts (or validation.every=0)"
+    if data.task is not None and data.holdout == 0 and config.validation.every > 0:
+        yield "data.holdout=0 leaves no problem to validate on: raise it, or set validation.every=0"
+    if data.holdout == 1:
+        yield "data.holdout=1 leaves no problem to train on: lower it"
     if data.task is not None and data.validation_prompts is not None:
         yield "data.validation_prompts goes with data.prompts; a task holds out problems of its own (data.holdout)"
     if data.task_key not in ("question", "operands"):

@@ -124,6 +124,12 @@ def test_settings_that_fit_have_no_problems():
         ({"reward__kind": RewardKind.function, "reward__function": "absent.py:score"}, "there is no file"),
         ({"reward__function": "absent.py:score"}, "needs reward.kind=function"),
         ({"reward__kind": RewardKind.model}, "needs reward.checkpoint"),
+        (
+            {"reward__kind": RewardKind.model, "reward__format_credit": 0.3},
+            "reward.format_credit=0.3 needs reward.kind=task",
+        ),
+        ({"data__holdout": 0.0}, "leaves no problem to validate on"),
+        ({"data__holdout": 1.0}, "leaves no problem to train on"),
         ({"reward__checkpoint": "somewhere"}, "needs reward.kind=model"),
         ({"sampling__temperature": 0.0}, "sampling.temperature=0.0 must be greater than 0"),
         ({"engine__max_output_len": 0}, "engine.max_output_len=0 must be greater than 0"),
