@@ -235,5 +235,7 @@ def _critic(config: CriticConfig) -> Iterator[str]:
         yield f"serving.port={serving.port} must be at most 65535"
     if serving.token_file is not None and not Path(serving.token_file).is_file():
         yield f"serving.token_file={serving.token_file}: there is no such file"
+    if config.reward.checkpoint is not None and not Path(config.reward.checkpoint).exists():
+        yield f"reward.checkpoint={config.reward.checkpoint}: there is no such folder or .nemo archive"
     if config.reward.place is RewardPlace.actor and config.reward.kind is RewardKind.model:
         yield "reward.kind=model with reward.place=actor: the critic job would load a reward model that nobody asks"

@@ -15,8 +15,15 @@ class RewardModel:
     """Scores of finished rows; frozen."""
 
     def __init__(self, model: ModelConfig, topology: Topology, *, micro_batch_size: int) -> None:
+        """Raises ValueError for a checkpoint without a head, whose scores would all be 0."""
         self.topology, self.micro_batch_size = topology, micro_batch_size
-        self.shape = checkpoint_shape(model.checkpoint).with_layers(model.num_layers).with_head("score")
+        found = checkpoint_shape(model.checkpoint)
+        if found.head == "lm":
+            raise ValueError(
+                f"reward.checkpoint={model.checkpoint} is a language model without a score head: convert a sequence classifier "
+                "with one label (convert_hf_to_nemo.py)"
+            )
+        self.shape = found.with_layers(model.num_layers).with_head("score")
         dtype = resolve_dtype(model.dtype)
         self.chunks = build_model(self.shape, topology, head="score", dtype=dtype, recompute=model.recompute)
         load_weights(self.chunks, self.shape, topology, model.checkpoint)

@@ -1,6 +1,7 @@
 """A reward model's scores are Hugging Face's on every grid, fewer rows than ranks included; recomputed activations change nothing."""
 
 import numpy as np
+import pytest
 import torch
 
 from tests.dist.harness import run_ranks, topologies
@@ -48,6 +49,8 @@ def _body(rank, folder, plain):
         reward = RewardModel(ModelConfig(checkpoint=str(folder), dtype=Dtype.float32), topology, micro_batch_size=2)
         found = reward.scores(tokens, lengths), reward.scores(tokens[:1], lengths[:1])
         scores.append([float((f - want[: len(f)]).abs().max()) for f in found])
+    with pytest.raises(ValueError, match="without a score head"):
+        RewardModel(ModelConfig(checkpoint=str(plain)), topology, micro_batch_size=2)
     steps = []
     for topology in topologies(*RECOMPUTED):
         for recompute in Recompute:
