@@ -3,10 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Optional
 
 import torch
 
+from aligner.algorithms.agreement import on_reporter
 from aligner.algorithms.generation import Generation
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.ppo import PPOTrainer
@@ -21,7 +22,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.models.checkpoint_folder import checkpoint_shape, opened
 from aligner.models.model_config import ModelShape
 from aligner.models.policy import Policy, PolicyLoss
-from aligner.parallel.collectives import agree, broadcast_object
+from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import ON_GPU, resolve_dtype, synchronise
 from aligner.parallel.startup import detect_launch, start
 from aligner.parallel.topology import Topology, grid_problems
@@ -31,8 +32,6 @@ from aligner.runtime.log import setup_logging
 from aligner.runtime.recorder import Recorder
 from aligner.runtime.report import write_report
 from aligner.runtime.run_folder import RunFolder
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -83,18 +82,6 @@ def _hold(folder: RunFolder, name: str, settings: str) -> RunLock:
     lock = folder.lock(name)
     folder.write_config(name, settings)
     return lock
-
-
-def on_reporter(act: Callable[[], T], topology: Topology) -> Optional[T]:
-    """Do it on the one rank that writes files (None elsewhere). Where it fails there, every rank raises: none waits for one that left."""
-    result, error = None, None
-    if topology.is_reporter:
-        try:
-            result = act()
-        except Exception as problem:
-            error = problem
-    agree(error, topology)
-    return result
 
 
 def resume_step(config: ActorConfig, job: Job) -> Optional[int]:

@@ -3,15 +3,17 @@
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from aligner.algorithms.agreement import on_all
 from aligner.data.batch import Completion, CriticRows, Request, Rollouts, Sample, Score, ScoreRow, collate
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
 from aligner.data.tasks import wire_fields
-from aligner.parallel.collectives import agree, gather_objects
+from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import Topology
 
 
@@ -33,7 +35,7 @@ class Pending:
     def add(self, sample_ids: list[int], critic: Optional[Future], reward: Optional[Future]) -> None:
         self.chunks.append((sample_ids, critic, reward))
 
-    def local(self, deadline: float) -> dict[int, tuple[Score, list[float], float]]:
+    def local(self, deadline: float) -> dict[int, tuple[Score, np.ndarray, float]]:
         """sample_id -> (score, values of the row, bootstrap). Raises RuntimeError naming the sample whose scoring failed."""
         until = time.monotonic() + deadline
         answers = {}
@@ -50,9 +52,9 @@ class Pending:
 
 def _await_critic(critic: Optional[Future], rows: int, until: float):
     if critic is None:
-        return [[] for _ in range(rows)], [0.0] * rows, []
+        return np.zeros((rows, 0), np.float32), [0.0] * rows, []
     answer = critic.result(timeout=max(0.0, until - time.monotonic()))
-    return answer.values.tolist(), answer.bootstrap.tolist(), answer.scores
+    return answer.values.numpy(), answer.bootstrap.tolist(), answer.scores
 
 
 class Generation:
@@ -78,12 +80,8 @@ class Generation:
         """Generate the world's `requests` (each rank its own share) and return all of them on every rank, with the answers under way.
 
         samples: sample_id -> its prompt's Sample. values: False where only scores are wanted (validation)."""
-        pending, finished, error = Pending(), [], None
-        try:
-            finished = self._generate(self._share(requests), samples, pending, values)
-        except Exception as problem:
-            error = problem
-        agree(error, self.topology)
+        pending = Pending()
+        finished = on_all(lambda: self._generate(self._share(requests), samples, pending, values), self.topology)
         everyone = gather_objects(finished, self.topology.cpu_group)
         rollouts = collate(
             [c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor
@@ -111,20 +109,15 @@ class Generation:
 
     def answers(self, pending: Pending, rollouts: Rollouts) -> Answers:
         """Await this rank's answers and gather everybody's. A failure on one rank raises on all."""
-        local: dict[int, Any] = {}
-        error = None
-        try:
-            local = pending.local(self.answer_deadline)
-        except Exception as problem:
-            error = problem
-        agree(error, self.topology)
+        local = on_all(lambda: pending.local(self.answer_deadline), self.topology)
         everyone = gather_objects(local, self.topology.cpu_group)
         merged = {sample_id: answer for part in everyone for sample_id, answer in part.items()}
         values, bootstrap = torch.zeros_like(rollouts.engine_logprobs), torch.zeros(len(rollouts))
         scores = []
         for b, sample_id in enumerate(rollouts.sample_ids.tolist()):
             score, row, last = merged[sample_id]
-            values[b, : min(len(row), values.size(1))] = torch.tensor(row[: values.size(1)])
+            row = torch.from_numpy(row[: values.size(1)])
+            values[b, : len(row)] = row
             bootstrap[b] = last
             scores.append(score)
         return Answers(scores, values, bootstrap)

@@ -4,10 +4,10 @@ import logging
 from concurrent.futures import Future
 from typing import Any, Callable, Optional, TypeVar
 
+from aligner.algorithms.agreement import on_all
 from aligner.config.groups import CheckpointConfig
 from aligner.data.interfaces import Critic
 from aligner.models.policy import Policy
-from aligner.parallel.collectives import agree
 from aligner.parallel.topology import Topology
 from aligner.runtime import faults
 from aligner.runtime.checkpoint_folder import CheckpointFolder, folder_bytes
@@ -48,14 +48,12 @@ class PairedCheckpoints:
 
     def _agreed(self, what: str, act: Callable[[], T]) -> T:
         """Do it on every rank; where it fails on one, raise on all before the next collective."""
-        error, result = None, None
-        try:
+
+        def named() -> T:
             with disk_full_is_named(self.folder.path, what):
-                result = act()
-        except Exception as problem:
-            error = problem
-        agree(error, self.topology)
-        return result
+                return act()
+
+        return on_all(named, self.topology)
 
     def _start_critic(self, step: int) -> Optional["Future[None]"]:
         if not self.topology.is_reporter:

@@ -7,6 +7,7 @@ from typing import Callable, Iterator, Optional
 
 import torch
 
+from aligner.algorithms.agreement import on_all
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.pairs import PairedCheckpoints
@@ -20,7 +21,7 @@ from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.policy import Policy, PolicyMiniBatch
 from aligner.ops.kl import AdaptiveKL
-from aligner.parallel.collectives import agree, broadcast_object
+from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
 from aligner.rollout.refit import certified_refit
@@ -115,7 +116,8 @@ class PPOTrainer:
         self.warn_of_drift(step, experience)
         faults.reach("trained", step)
         self.advance(step, rollouts, experience)
-        self.recorder.training_samples(step, sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience))
+        rows = sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience)
+        on_all(lambda: self.recorder.training_samples(step, rows), self.topology)
         with phase("validate"):
             validation = self.validate_when_due(step)
         metrics = {
@@ -125,7 +127,7 @@ class PPOTrainer:
             **validation,
             **self.state_metrics(answers),
         }
-        self.recorder.end_step(step, metrics, tokens=int(rollouts.lengths.sum()))
+        self.end_step(step, metrics, tokens=int(rollouts.lengths.sum()))
 
     # Phases
 
@@ -140,13 +142,9 @@ class PPOTrainer:
 
     def refit(self) -> None:
         """The policy's weights into every rank's engine. A failure on one rank raises on all."""
-        error = None
-        try:
-            certified_refit(self.engine, self.policy.export(), version=self.state.weight_version)
-        except Exception as problem:
-            error = problem
-        agree(error, self.topology)
-        self.engine_version = self.state.weight_version
+        version = self.state.weight_version
+        on_all(lambda: certified_refit(self.engine, self.policy.export(), version=version), self.topology)
+        self.engine_version = version
 
     def leave_generation(self) -> None:
         if self.config.engine.offload_during_training:
@@ -267,6 +265,9 @@ class PPOTrainer:
             controller.update(experience.metrics["kl/sequence"], len(rollouts))
             self.state.kl_coefficient = controller.coefficient
 
+    def end_step(self, step: int, metrics: dict[str, float], *, tokens: int) -> None:
+        on_all(lambda: self.recorder.end_step(step, metrics, tokens=tokens), self.topology)
+
     def state_metrics(self, answers: Answers) -> dict[str, float]:
         parts = sorted({name for s in answers.scores for name in s.parts})
         means = {f"reward/{p}": sum(s.parts.get(p, 0.0) for s in answers.scores) / len(answers.scores) for p in parts}
@@ -282,7 +283,7 @@ class PPOTrainer:
         """Metrics row 0."""
         with self.recorder.phase("validate"):
             metrics, tokens = self.validate(0)
-        self.recorder.end_step(0, {**metrics, "memory/peak_bytes": peak_memory_bytes()}, tokens=tokens)
+        self.end_step(0, {**metrics, "memory/peak_bytes": peak_memory_bytes()}, tokens=tokens)
 
     def validate_when_due(self, step: int) -> dict[str, float]:
         every = self.config.validation.every
@@ -300,7 +301,7 @@ class PPOTrainer:
             return {}, 0
         self.validated = validation.metrics["val/reward"]
         rows = sample_rows(validation.rollouts, validation.samples, validation.answers.scores, self.tokenizer)
-        self.recorder.validation_samples(step, rows)
+        on_all(lambda: self.recorder.validation_samples(step, rows), self.topology)
         return validation.metrics, int(validation.rollouts.lengths.sum())
 
     def checkpoint_is_due(self) -> bool:

@@ -1,8 +1,10 @@
 """What the loop tells the outside: phases, metrics, samples. Every rank has one, so that the loop reads the same; rank 0's alone writes."""
 
+from pathlib import Path
 from typing import Any, Callable, ContextManager, Iterable, Mapping, Optional
 
 from aligner.config.jobs import ActorConfig
+from aligner.runtime.errors import disk_full_is_named
 from aligner.runtime.metrics import MetricsWriter, plain_row
 from aligner.runtime.progress import Progress
 from aligner.runtime.run_folder import RunFolder
@@ -45,16 +47,22 @@ class Recorder:
         times = self.timers.finish_step()
         row = plain_row({**metrics, **times, "tokens_per_second": tokens / times["time/step"]})
         if self._metrics is not None:
-            self._metrics.write(step, row)
+            with disk_full_is_named(self.folder.path, f"the metrics of step {step}"):
+                self._metrics.write(step, row)
             self._progress.step(step, row)
 
     def training_samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        if self.folder is not None and self._log_samples:
-            self.folder.write_samples(self.folder.rollouts(step), rows)
+        if self.folder is not None:
+            self._write_samples(self.folder.rollouts(step), rows)
 
     def validation_samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        if self.folder is not None and self._log_samples:
-            self.folder.write_samples(self.folder.validation(step), rows)
+        if self.folder is not None:
+            self._write_samples(self.folder.validation(step), rows)
+
+    def _write_samples(self, path: Path, rows: Iterable[dict[str, Any]]) -> None:
+        if self._log_samples:
+            with disk_full_is_named(self.folder.path, f"the samples {path.name}"):
+                self.folder.write_samples(path, rows)
 
     def keep_batch(self, name: str, tensors: Mapping[str, Any]) -> str:
         """Save a batch that could not be trained on to skipped/NAME.pt. Returns where, for a message; "" on a rank that writes nothing."""
@@ -63,8 +71,11 @@ class Recorder:
         import torch
 
         path = self.folder.path / "skipped" / f"{name}.pt"
-        path.parent.mkdir(exist_ok=True)
-        torch.save(dict(tensors), path)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            torch.save(dict(tensors), path)
+        except (OSError, RuntimeError) as error:  # the run goes on without it, and so do the other ranks
+            return f"; the batch could not be kept in {path}: {error}"
         return f"; the batch is in {path}"
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aligner.algorithms import agreement
 from aligner.algorithms import generation as module
 from aligner.algorithms.generation import Generation
 from aligner.data.batch import Completion, CriticAnswer, Request, Sample, Score
@@ -49,7 +50,7 @@ def one_rank(monkeypatch):
         if error is not None:
             raise RuntimeError(f"rank 0: {error}")
 
-    monkeypatch.setattr(module, "agree", agree)
+    monkeypatch.setattr(agreement, "agree", agree)
 
 
 def generation(critic):
