@@ -21,7 +21,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
         "nvidia-pytriton>=0.7,<0.8",
-        "numpy>=1.26,<3",
+        "numpy>=1.26,<2",
         "transformers>=4.51",
         "tokenizers>=0.21",
         "safetensors>=0.4",
