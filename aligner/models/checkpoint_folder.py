@@ -26,7 +26,7 @@ def checkpoint_shape(path: Path | str) -> ModelShape:
     path = Path(path)
     if not is_archive(path):
         if not path.is_dir():
-            raise ValueError(f"model.checkpoint={path} is neither a folder nor a .nemo archive")
+            raise ValueError(f"{path} is neither a folder nor a .nemo archive")
         return read_model_config(path)
     with tempfile.TemporaryDirectory() as folder:
         unpack(path, Path(folder), only="model_config.yaml")
