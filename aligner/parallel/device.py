@@ -5,6 +5,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from typing import Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,15 @@ from aligner.config.groups import Dtype
 from aligner.parallel import cpu_megatron
 
 ON_GPU: bool = torch.cuda.is_available()
+
+
+def gpu_index(environ: Mapping[str, str], visible: int) -> int:
+    """This rank's GPU among those that it sees: one alone where Slurm binds one to each task, whatever its place on the node."""
+    return int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", "0"))) % visible
+
+
 DEVICE: torch.device = (
-    torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
-    if ON_GPU
-    else torch.device("cpu")
+    torch.device("cuda", gpu_index(os.environ, torch.cuda.device_count())) if ON_GPU else torch.device("cpu")
 )
 BACKEND: str = "nccl" if ON_GPU else "gloo"
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from aligner.parallel.device import gpu_index
 from aligner.parallel.startup import detect_launch, first_host, tasks_per_node
 
 TORCHRUN = {
@@ -91,3 +92,17 @@ def test_tasks_per_node(text, counts):
 )
 def test_first_host(text, host):
     assert first_host(text) == host
+
+
+@pytest.mark.parametrize(
+    "environ, visible, index",
+    [
+        ({}, 1, 0),
+        ({"LOCAL_RANK": "3"}, 8, 3),
+        ({"SLURM_LOCALID": "5"}, 8, 5),
+        ({"SLURM_LOCALID": "5"}, 1, 0),  # srun --gpus-per-task=1
+        ({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 2, 1),
+    ],
+)
+def test_a_rank_takes_a_gpu_that_it_sees(environ, visible, index):
+    assert gpu_index(environ, visible) == index
