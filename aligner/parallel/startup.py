@@ -120,6 +120,17 @@ def first_host(nodelist: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
+def default_threads(environ: Mapping[str, str], launch: Launch, *, cores: int) -> int:
+    """Compute threads where parallel.threads is 0: OMP_NUM_THREADS, else this rank's share of the host's cores.
+
+    torchrun sets the variable to 1 for several ranks on a host where nobody has set it: a 1 under it is no wish of the user's."""
+    wished = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has one number for each nesting level
+    by_torchrun = launch.kind == "torchrun" and launch.local_world_size > 1 and wished == "1"
+    if wished.isdecimal() and int(wished) > 0 and not by_torchrun:
+        return int(wished)
+    return max(1, cores // launch.local_world_size)
+
+
 def start(parallel: ParallelConfig, seed: int) -> Topology:
     """Join the job and build the grid's groups, each with the deadline parallel.timeout; seed every generator; set the threads.
 
@@ -129,7 +140,7 @@ def start(parallel: ParallelConfig, seed: int) -> Topology:
     world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size
     if problems := grid_problems(parallel, world_size):
         raise ValueError("; ".join(problems))
-    set_threads(parallel.threads or max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
+    set_threads(parallel.threads or default_threads(os.environ, launch, cores=len(os.sched_getaffinity(0))))
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     if not dist.is_initialized():

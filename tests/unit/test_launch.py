@@ -3,7 +3,7 @@
 import pytest
 
 from aligner.parallel.device import gpu_index
-from aligner.parallel.startup import detect_launch, first_host, tasks_per_node
+from aligner.parallel.startup import default_threads, detect_launch, first_host, tasks_per_node
 
 TORCHRUN = {
     "RANK": "5",
@@ -106,3 +106,23 @@ def test_first_host(text, host):
 )
 def test_a_rank_takes_a_gpu_that_it_sees(environ, visible, index):
     assert gpu_index(environ, visible) == index
+
+
+@pytest.mark.parametrize(
+    "wished, environ, threads",
+    [
+        (None, {}, 16),
+        ("3", {}, 3),
+        ("1", {}, 1),
+        ("4,2", {}, 4),
+        ("many", {}, 16),
+        ("0", {}, 16),
+        (None, TORCHRUN, 4),
+        ("1", TORCHRUN, 4),  # torchrun's own
+        ("2", TORCHRUN, 2),
+        ("1", {**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, 1),  # torchrun leaves it alone for one rank
+    ],
+)
+def test_threads(wished, environ, threads):
+    variables = {} if wished is None else {"OMP_NUM_THREADS": wished}
+    assert default_threads(variables, detect_launch(environ), cores=16) == threads
