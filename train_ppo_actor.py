@@ -14,25 +14,24 @@ def main() -> int:
 
     config = load(ActorConfig, config_name="ppo_actor")  # before torch is imported: a wrong key is told at once
     from aligner.algorithms import assemble
+    from aligner.algorithms.agreement import on_all
     from aligner.parallel.startup import shutdown
     from aligner.rewards.source import build_reward
 
     job = assemble.start_job(config, "actor")
+    samples = assemble.load_samples(config, job)
     resumed = assemble.resume_step(config, job)
-    samples = assemble.load_samples(config, job.tokenizer)
     reward = build_reward(config.reward, job.tokenizer) if assemble.scores_itself(config) else None
     # A critic whose address is given answers at once or never; another may start while the policy is built.
-    critic = connect_critic(config, job) if config.critic.endpoint else None
+    critic = on_all(lambda: connect_critic(config, job), job.topology) if config.critic.endpoint else None
     policy = assemble.build_policy(config, job.topology)
     engine = build_engine(config, job)
-    critic = critic or connect_critic(config, job)
-    job.record(critic=critic and critic.address, engine_bytes=engine.nbytes)
+    critic = critic or on_all(lambda: connect_critic(config, job), job.topology)
+    job.record(critic=critic and critic.address, engine_bytes=engine.nbytes, **samples.counts())
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": reward}
     trainer = assemble.build_trainer(config, job, **parts, samples=samples, resumed=resumed)
     state = trainer.fit(resume_from=resumed, should_stop=lambda: stop.stopping)
-    if job.topology.is_reporter and critic is not None and state.step >= config.run.max_steps:
-        critic.stop()
-    assemble.finish(job, trainer)
+    assemble.finish(job, trainer, critic, complete=state.step >= config.run.max_steps)
     for part in (critic, reward, engine):
         if part is not None:
             part.close()
@@ -58,20 +57,23 @@ def connect_critic(config, job):
     from aligner.config.jobs import CriticConfig
     from aligner.config.load import load
     from aligner.serving.client import RemoteCritic
-    from aligner.serving.hello import Contract
+    from aligner.serving.hello import Contract, problems
     from aligner.serving.local import LocalCritic
 
     if config.critic.place is CriticPlace.none:
         return None
+    contract = Contract(**actor_contract(config, job))
     if config.critic.place is CriticPlace.local:
         if (ranks := job.topology.world_size) > 1:
             raise UserError(
                 f"critic.place=local needs one rank, there are {ranks}: start a critic job (critic.place=remote)"
             )
         overrides = [*config.critic.local_overrides, f"run.name={config.run.name}"]
-        return LocalCritic(build_critic_job(load(CriticConfig, overrides, config.critic.local_config), job))
+        critic = LocalCritic(build_critic_job(load(CriticConfig, overrides, config.critic.local_config), job))
+        if unfit := problems(contract, Contract.of(critic.status())):
+            raise UserError(f"critic.local_config and critic.local_overrides do not fit: {'; '.join(unfit)}")
+        return critic
     file = job.folder.endpoints / "critic.json"
-    contract = Contract(**actor_contract(config, job))
     return RemoteCritic(contract, config.critic, endpoint_file=file, trains=job.topology.is_reporter)
 
 

@@ -36,10 +36,17 @@ def write_tokenizer(folder: Path) -> int:
 
 
 def write_model(
-    folder: Path, *, seed: int = 0, layers: int = 4, hidden: int = 32, tied: bool = True, positions: int = 256
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    hidden: int = 32,
+    tied: bool = True,
+    positions: int = 256,
+    scores: bool = False,
 ) -> Path:
-    """A Hugging Face folder of a random Llama (4 heads, 2 KV heads) with the tokenizer above."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Hugging Face folder of a random Llama (4 heads, 2 KV heads) with the tokenizer above; a reward model where it `scores`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     vocabulary = write_tokenizer(folder)
     config = LlamaConfig(
@@ -57,6 +64,9 @@ def write_model(
         eos_token_id=2,
         pad_token_id=0,
     )
+    if scores:
+        config.num_labels = 1
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(folder, safe_serialization=True)
+    model = LlamaForSequenceClassification(config) if scores else LlamaForCausalLM(config)
+    model.save_pretrained(folder, safe_serialization=True)
     return folder

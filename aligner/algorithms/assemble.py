@@ -1,5 +1,6 @@
 """What entry scripts share: a checked grid, the run folder, process groups and tokenizer; and the trainer from its parts."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from aligner.algorithms.agreement import on_reporter
+from aligner.algorithms.agreement import on_all, on_reporter
 from aligner.algorithms.generation import Generation
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.ppo import PPOTrainer
@@ -32,6 +33,8 @@ from aligner.runtime.log import setup_logging
 from aligner.runtime.recorder import Recorder
 from aligner.runtime.report import write_report
 from aligner.runtime.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -95,12 +98,33 @@ def resume_step(config: ActorConfig, job: Job) -> Optional[int]:
     return broadcast_object(on_reporter(found, job.topology), 0, job.topology.cpu_group)
 
 
-def load_samples(config: ActorConfig, tokenizer: Tokenizer) -> tuple[list[Sample], list[Sample]]:
-    """Prompts to train on, and the held-out ones (at most validation.max_prompts)."""
-    train, held_out = load_splits(
-        config.data, seed=config.run.seed, tokenizer=tokenizer, max_input_len=config.engine.max_input_len
+@dataclass(frozen=True)
+class Samples:
+    """Prompts to train on and held-out ones, and how many were too long."""
+
+    train: list[Sample]
+    held_out: list[Sample]
+    dropped: int
+    truncated: int
+
+    def counts(self) -> dict[str, int]:
+        sides = {"train_prompts": len(self.train), "held_out_prompts": len(self.held_out)}
+        return {**sides, "dropped_prompts": self.dropped, "truncated_prompts": self.truncated}
+
+
+def load_samples(config: ActorConfig, job: Job) -> Samples:
+    """Prompts of the data settings, at most validation.max_prompts of them held out. A malformed file raises on every rank."""
+    limit = config.engine.max_input_len
+    train, held_out = on_all(
+        lambda: load_splits(config.data, seed=config.run.seed, tokenizer=job.tokenizer, max_input_len=limit),
+        job.topology,
     )
-    return train.samples, held_out.samples[: config.validation.max_prompts]
+    return Samples(
+        train.samples,
+        held_out.samples[: config.validation.max_prompts],
+        dropped=train.dropped + held_out.dropped,
+        truncated=train.truncated + held_out.truncated,
+    )
 
 
 def build_trainer(
@@ -111,10 +135,9 @@ def build_trainer(
     engine: RolloutEngine,
     critic: Optional[Critic],
     reward: Optional[RewardSource],
-    samples: tuple[list[Sample], list[Sample]],
+    samples: Samples,
     resumed: Optional[int],
 ) -> PPOTrainer:
-    train, held_out = samples
     stop_ids = tuple(sorted({*job.tokenizer.end_token_ids, *config.sampling.stop_token_ids}))
     generation = Generation(
         engine=engine,
@@ -133,12 +156,19 @@ def build_trainer(
         engine=engine,
         critic=critic,
         generation=generation,
-        validator=Validator(generation, held_out, max_output_len=config.engine.max_output_len, stop_token_ids=stop_ids),
+        validator=Validator(
+            generation, samples.held_out, max_output_len=config.engine.max_output_len, stop_token_ids=stop_ids
+        ),
         checkpoints=PairedCheckpoints(
-            job.folder.checkpoints, config.checkpoint, policy=policy, critic=critic, topology=job.topology
+            job.folder.checkpoints,
+            config.checkpoint,
+            policy=policy,
+            critic=critic,
+            topology=job.topology,
+            critic_deadline=config.critic.request_timeout,
         ),
         recorder=_recorder(config, job, resumed),
-        train_samples=train,
+        train_samples=samples.train,
         stop_token_ids=stop_ids,
     )
 
@@ -165,8 +195,13 @@ def scores_itself(config: ActorConfig) -> bool:
     return config.reward.place is RewardPlace.actor
 
 
-def finish(job: Job, trainer: PPOTrainer) -> None:
-    """Close what the run writes, and say where its report is."""
+def finish(job: Job, trainer: PPOTrainer, critic: Optional[Critic], *, complete: bool) -> None:
+    """Let the critic job go where the run is complete, close what the run writes, and say where its report is."""
     if job.topology.is_reporter:
+        if complete and critic is not None:
+            try:
+                critic.stop()
+            except RuntimeError as error:  # the run is whole all the same; the critic job ends at serving.idle_timeout
+                log.warning("the critic job could not be told that the run is complete: %s", error)
         trainer.recorder.close()
         print(f"report: {write_report(job.folder.path)}", flush=True)

@@ -72,7 +72,7 @@ def build_experience(rollouts: Rollouts, signals: Signals, ppo: PPOConfig, kl_co
     if ppo.whiten:
         advantages = whiten(advantages, mask, min_std=ppo.whiten_min_std)
     kl = logprobs - reference
-    metrics = _rollout_metrics(rollouts, signals, kl)
+    metrics = {"kl/coefficient": kl_coefficient, **_rollout_metrics(rollouts, signals, kl)}
     if ppo.advantage is Advantage.gae:
         metrics |= _critic_metrics(rewards, values, mask, bootstrap, ppo.gamma)
     return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, metrics)

@@ -16,8 +16,6 @@ from aligner.runtime.errors import disk_full_is_named
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SAVE_DEADLINE = 3600.0  # seconds for the critic's half of a pair
-
 
 class PairedCheckpoints:
     """All methods are collective over the actor job; rank 0 alone talks to the critic and writes the marker."""
@@ -30,7 +28,10 @@ class PairedCheckpoints:
         policy: Policy,
         critic: Optional[Critic],
         topology: Topology,
+        critic_deadline: float,
     ) -> None:
+        """critic_deadline: seconds for the critic's half of a pair."""
+        self.critic_deadline = critic_deadline
         self.folder, self.config = folder, config
         self.policy, self.critic, self.topology = policy, critic, topology
 
@@ -65,7 +66,7 @@ class PairedCheckpoints:
     def _write(self, step: int, state: dict[str, Any], critic_half: Optional["Future[None]"]) -> None:
         self.policy.save(self.folder.step(step) / "actor", extra=state)
         if critic_half is not None:
-            critic_half.result(timeout=SAVE_DEADLINE)
+            critic_half.result(timeout=self.critic_deadline)
 
     def _commit(self, step: int, validation: Optional[float]) -> None:
         if not self.topology.is_reporter:

@@ -11,7 +11,7 @@ from aligner.algorithms.agreement import on_all
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.pairs import PairedCheckpoints
-from aligner.algorithms.records import sample_rows
+from aligner.algorithms.records import mean_metrics, part_means, sample_rows, warn_of_drift
 from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.validation import Validator
 from aligner.config.jobs import ActorConfig
@@ -21,7 +21,7 @@ from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.policy import Policy, PolicyMiniBatch
 from aligner.ops.kl import AdaptiveKL
-from aligner.parallel.collectives import broadcast_object
+from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
 from aligner.rollout.refit import certified_refit
@@ -69,9 +69,7 @@ class PPOTrainer:
         self.sampler = PromptSampler(len(train_samples), seed=config.run.seed, shuffle=config.data.shuffle)
         self.state = TrainerState(kl_coefficient=config.ppo.kl_coefficient)
         self.engine_version: Optional[int] = None
-        self.validated: Optional[float] = (
-            None  # val/reward of the present weights; None where this step had no validation
-        )
+        self.validated: Optional[float] = None  # val/reward of the present weights, where this step had a validation
 
     # The loop
 
@@ -113,20 +111,15 @@ class PPOTrainer:
             policy_metrics = self.train_policy(step, experience)
         with phase("critic_wait"):
             critic_metrics = self.finish_critic_training(critic_update)
-        self.warn_of_drift(step, experience)
+        warn_of_drift(step, experience.metrics["drift/mean"], alarm=self.config.logging.drift_alarm)
         faults.reach("trained", step)
         self.advance(step, rollouts, experience)
         rows = sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience)
         on_all(lambda: self.recorder.training_samples(step, rows), self.topology)
         with phase("validate"):
             validation = self.validate_when_due(step)
-        metrics = {
-            **experience.metrics,
-            **policy_metrics,
-            **critic_metrics,
-            **validation,
-            **self.state_metrics(answers),
-        }
+        parts = part_means("reward", answers.scores)
+        metrics = {**parts, **experience.metrics, **policy_metrics, **critic_metrics, **validation, **self.counters()}
         self.end_step(step, metrics, tokens=int(rollouts.lengths.sum()))
 
     # Phases
@@ -244,16 +237,6 @@ class PPOTrainer:
                     advantages=experience.advantages[rows],
                 )
 
-    def warn_of_drift(self, step: int, experience: Experience) -> None:
-        drift, alarm = experience.metrics["drift/mean"], self.config.logging.drift_alarm
-        if drift > alarm:
-            log.warning(
-                "step %d: engine and trainer log-probs differ by %.3f on average (logging.drift_alarm=%g)",
-                step,
-                drift,
-                alarm,
-            )
-
     # Between steps
 
     def advance(self, step: int, rollouts: Rollouts, experience: Experience) -> None:
@@ -268,22 +251,19 @@ class PPOTrainer:
     def end_step(self, step: int, metrics: dict[str, float], *, tokens: int) -> None:
         on_all(lambda: self.recorder.end_step(step, metrics, tokens=tokens), self.topology)
 
-    def state_metrics(self, answers: Answers) -> dict[str, float]:
-        parts = sorted({name for s in answers.scores for name in s.parts})
-        means = {f"reward/{p}": sum(s.parts.get(p, 0.0) for s in answers.scores) / len(answers.scores) for p in parts}
+    def counters(self) -> dict[str, float]:
+        peaks = gather_objects(peak_memory_bytes(), self.topology.cpu_group)
         return {
-            **means,
-            "kl/coefficient": self.state.kl_coefficient,
             "weight_version": self.state.weight_version,
             "prompts_consumed": self.state.prompts_consumed,
-            "memory/peak_bytes": peak_memory_bytes(),
+            "memory/peak_bytes": max(peaks),
         }
 
     def validate_before_training(self) -> None:
         """Metrics row 0."""
         with self.recorder.phase("validate"):
             metrics, tokens = self.validate(0)
-        self.end_step(0, {**metrics, "memory/peak_bytes": peak_memory_bytes()}, tokens=tokens)
+        self.end_step(0, {**metrics, **self.counters()}, tokens=tokens)
 
     def validate_when_due(self, step: int) -> dict[str, float]:
         every = self.config.validation.every
@@ -312,8 +292,3 @@ class PPOTrainer:
     def save(self) -> None:
         with self.recorder.phase("checkpoint"):
             self.checkpoints.save(self.state.step, asdict(self.state), validation=self.validated)
-
-
-def mean_metrics(prefix: str, updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over updates; nothing where there are none."""
-    return {f"{prefix}/{key}": sum(u[key] for u in updates) / len(updates) for key in (updates[0] if updates else {})}

@@ -1,10 +1,34 @@
-"""One JSON object a sample: where its prompt came from, what was said, and what it was worth."""
+"""What is told of a step: one JSON object a sample (where its prompt came from, what was said, what it was worth), and means."""
 
+import logging
 from typing import Any, Iterator, Optional
 
 from aligner.algorithms.experience import Experience
 from aligner.data.batch import Rollouts, Sample, Score
 from aligner.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def part_means(prefix: str, scores: list[Score]) -> dict[str, float]:
+    """The mean of each part of the scores; a score without a part counts as 0 for it."""
+    parts = sorted({name for s in scores for name in s.parts})
+    return {f"{prefix}/{part}": sum(s.parts.get(part, 0.0) for s in scores) / len(scores) for part in parts}
+
+
+def mean_metrics(prefix: str, updates: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over updates; nothing where there are none."""
+    return {f"{prefix}/{key}": sum(u[key] for u in updates) / len(updates) for key in (updates[0] if updates else {})}
+
+
+def warn_of_drift(step: int, drift: float, *, alarm: float) -> None:
+    if drift > alarm:
+        log.warning(
+            "step %d: engine and trainer log-probs differ by %.3f on average (logging.drift_alarm=%g)",
+            step,
+            drift,
+            alarm,
+        )
 
 
 def sample_rows(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from aligner.algorithms.generation import Answers, Generation
+from aligner.algorithms.records import part_means
 from aligner.data.batch import Request, Rollouts, Sample
 
 VALIDATION_STREAM = 1
@@ -48,13 +49,11 @@ class Validator:
 def validation_metrics(rollouts: Rollouts, answers: Answers) -> dict[str, float]:
     """val/reward is the raw score; each part of the score has its mean, and accuracy its 95 % half-width (normal approximation)."""
     n = len(answers.scores)
-    metrics = {
+    metrics = part_means("val", answers.scores) | {
         "val/reward": sum(s.value for s in answers.scores) / n,
         "val/response_length": float(rollouts.mask.sum(1).float().mean()),
         "val/count": float(n),
     }
-    for part in sorted({name for s in answers.scores for name in s.parts}):
-        metrics[f"val/{part}"] = sum(s.parts.get(part, 0.0) for s in answers.scores) / n
     if "val/accuracy" in metrics:
         p = metrics["val/accuracy"]
         metrics["val/accuracy_ci95"] = 1.96 * math.sqrt(p * (1 - p) / n)

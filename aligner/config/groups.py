@@ -118,7 +118,7 @@ class ParallelConfig:
     """Sequence parallelism; needs tensor > 1."""
     threads: int = 0
     """CPU threads a rank; 0 divides the cores of this host between the ranks on it."""
-    timeout: float = 1800.0
+    timeout: float = 2400.0
     """Deadline of every collective, in seconds."""
 
 
@@ -350,7 +350,7 @@ class ServingConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0
+    every: int = 50
     """Steps between checkpoints; 0 saves at the end only."""
     keep_last: int = 2
     """Newest checkpoints to keep."""

@@ -163,6 +163,11 @@ def _actor(config: ActorConfig) -> Iterator[str]:
             f"ppo.rollout_batch_size={ppo.rollout_batch_size} times ppo.samples_per_prompt={ppo.samples_per_prompt} is {samples} "
             f"samples a step, which is no multiple of ppo.mini_batch_size={ppo.mini_batch_size}"
         )
+    if config.parallel.timeout < critic.request_timeout and critic.place is CriticPlace.remote:
+        yield (
+            f"parallel.timeout={config.parallel.timeout:g} must be at least critic.request_timeout={critic.request_timeout:g}: "
+            "the other ranks wait in a collective while rank 0 waits for the critic"
+        )
     if critic.place is CriticPlace.none and reward.place is RewardPlace.critic:
         yield "critic.place=none leaves nobody to score: set reward.place=actor"
     if critic.place is not CriticPlace.none and reward.place is RewardPlace.actor and reward.kind is RewardKind.model:

@@ -9,7 +9,7 @@ class ExitCode(IntEnum):
     FAULT = 1
     """Something failed that no setting explains; the traceback is on the terminal or in the rank's log."""
     CONFIGURATION = 2
-    """A setting, file or checkpoint was refused before anything was trained; nothing was written."""
+    """A setting, file or checkpoint was refused before anything was trained."""
     CONTRACT = 3
     """The two jobs do not fit together (tokenizer, vocabulary, lengths, run id, step), or the other job cannot be reached."""
     STORAGE = 4

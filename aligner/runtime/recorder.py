@@ -41,11 +41,13 @@ class Recorder:
         self.timers.start_step()
 
     def end_step(self, step: int, metrics: Mapping[str, Any], *, tokens: int) -> None:
-        """Write the row of a step. tokens: prompt and response tokens of the step, for tokens_per_second.
+        """Write the row of a step. tokens: prompt and response tokens of the step; tokens_per_second leaves validation and saving out.
 
         Raises FloatingPointError, on every rank alike, where a metric is not finite."""
         times = self.timers.finish_step()
-        row = plain_row({**metrics, **times, "tokens_per_second": tokens / times["time/step"]})
+        aside = times["time/validate"] + times["time/checkpoint"]
+        working = times["time/step"] - (aside if step else 0.0)
+        row = plain_row({**metrics, **times, "tokens_per_second": tokens / max(working, 1e-9)})
         if self._metrics is not None:
             with disk_full_is_named(self.folder.path, f"the metrics of step {step}"):
                 self._metrics.write(step, row)

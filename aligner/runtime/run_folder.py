@@ -1,6 +1,7 @@
 """What a run leaves: the layout of run.dir/run.name. Rank 0 of each job alone creates and writes; other ranks know the paths."""
 
 import json
+import logging
 import shutil
 import time
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, Iterable, Optional
 from aligner.config.groups import RunConfig
 from aligner.runtime.checkpoint_folder import CheckpointFolder
 from aligner.runtime.lock import RunLock
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,6 @@ class RunFolder:
     @property
     def endpoints(self) -> Path:
         return self.path / "endpoints"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
 
     @property
     def report(self) -> Path:
@@ -85,11 +84,13 @@ class RunFolder:
         """Delete what comes after the checkpoint of `step` that the run continues from (None: it begins): later samples and
         uncommitted checkpoints, and for a run that begins the event files.
 
-        Metrics are rewound by MetricsWriter, the journal by its client."""
+        Metrics are rewound by MetricsWriter."""
         for folder in (self.path / "rollouts", self.path / "validation"):
             for file in folder.glob("step_*.jsonl"):
                 if step is None or int(file.stem.removeprefix("step_")) > step:
                     file.unlink()
         self.checkpoints.discard_uncommitted()
+        if step is None and self.metrics.exists():
+            log.warning("%s holds no checkpoint: the run begins anew, and its earlier records are deleted", self.path)
         if step is None:
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)

@@ -19,16 +19,32 @@ def fork_server():
 
 @pytest.fixture(scope="session")
 def tiny_model(fork_server, tmp_path_factory) -> Path:
-    """A converted tiny Llama of four layers, by the command that users convert with."""
+    """A converted tiny Llama of four layers."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder / "hf")
+    return converted(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_model(fork_server, tmp_path_factory) -> Path:
+    """A converted tiny reward model; the Hugging Face folder lies beside it as `hf`."""
+    folder = tmp_path_factory.mktemp("reward")
+    write_model(folder / "hf", seed=5, scores=True)
+    return converted(folder)
+
+
+def converted(folder: Path) -> Path:
+    """`folder`/hf as `folder`/nemo, by the command that users convert with."""
     command = [sys.executable, str(REPO / "convert_hf_to_nemo.py"), "--hf_checkpoint", str(folder / "hf")]
-    converted = folder / "nemo"
     done = subprocess.run(
-        [*command, "--output_dir", str(converted)], env=environment(), capture_output=True, text=True, timeout=DEADLINE
+        [*command, "--output_dir", str(folder / "nemo")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stderr
-    return converted
+    return folder / "nemo"
 
 
 @pytest.fixture

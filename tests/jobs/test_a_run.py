@@ -131,3 +131,32 @@ def test_without_a_critic(jobs: Launcher, tmp_path):
         line = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[int(sample["origin"].split(":")[1]) - 1])
         share = sum(c in "aeiou0123456789" for c in sample["response"]) / 8
         assert sample["score"] == pytest.approx(share + line["bonus"])
+
+
+def test_a_reward_model_scores(jobs: Launcher, tiny_reward_model):
+    """reward.kind=model: every recorded score is Hugging Face's of the same tokens."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    scored = ("reward.format_credit=0", "reward.kind=model", f"reward.checkpoint={tiny_reward_model}")
+    settings = ("reward.kind=model", f"reward.checkpoint={tiny_reward_model}", "run.max_steps=2", "validation.every=0")
+    jobs.alone("scored", *settings, critic=scored).finish()
+    model = LlamaForSequenceClassification.from_pretrained(tiny_reward_model.parent / "hf").eval()
+    samples = jobs.run("scored").samples(1)
+    assert len(samples) == 8
+    for sample in samples:
+        tokens = [byte_token(c) for c in sample["prompt"].encode()] + sample["response_ids"]
+        with torch.no_grad():
+            hidden = model.model(torch.tensor([tokens])).last_hidden_state[0, -1]
+            want = model.score(hidden).item()
+        assert sample["score"] == pytest.approx(want, abs=1e-5)
+
+
+def byte_token(byte: int) -> int:
+    """The tiny tokenizer's id of an ASCII byte: its alphabet in order of characters, after the special tokens."""
+    from tokenizers import pre_tokenizers
+
+    from tests.tiny import SPECIAL
+
+    shown = chr(byte) if byte != 0x20 else chr(0x120)
+    return len(SPECIAL) + sorted(pre_tokenizers.ByteLevel.alphabet()).index(shown)
