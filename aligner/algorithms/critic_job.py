@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Mapping, Optional
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ class CriticJob:
         reward: Optional[RewardSource],
         reward_model: Optional[RewardModel],
         identity: dict[str, Any],
+        keep_batch: Callable[[str, Mapping[str, Any]], str] = lambda name, tensors: "",
     ) -> None:
+        """keep_batch: saves a mini-batch that could not be trained on, and says where."""
+        self.keep_batch = keep_batch
         self.config, self.critic = config, critic
         self.reward, self.reward_model = reward, reward_model
         self.identity = identity
@@ -71,19 +74,21 @@ class CriticJob:
                 "set it to a divisor of the actor's ppo.rollout_batch_size * ppo.samples_per_prompt"
             )
         self._initial = False
-        updates = []
-        for epoch in range(settings.epochs):
-            for chosen in mini_batches(
-                rows, settings.mini_batch_size, seed=self.config.run.seed, step=step, epoch=epoch
-            ):
-                updates.append(self.critic.train(_mini_batch(batch, chosen)))
+        seed, size = self.config.run.seed, settings.mini_batch_size
+        orders = [mini_batches(rows, size, seed=seed, step=step, epoch=epoch) for epoch in range(settings.epochs)]
+        applied, skipped = [], 0
+        for number, chosen in enumerate(chosen for order in orders for chosen in order):
+            mini_batch = _mini_batch(batch, chosen)
+            update = self.critic.train(mini_batch)
+            if update["skipped"]:
+                skipped += 1
+                where = self.keep_batch(f"critic_step_{step}_update_{number}", vars(mini_batch))
+                log.warning("step %d: update %d was skipped, its loss or gradient is not finite%s", step, number, where)
+            else:
+                applied.append(update)
         self.step = step
-        applied = [u for u in updates if not u["skipped"]]
-        if len(applied) < len(updates):
-            skipped = len(updates) - len(applied)
-            log.warning("step %d: %d updates were skipped, their loss or gradient is not finite", step, skipped)
         means = {key: sum(u[key] for u in applied) / len(applied) for key in (applied[0] if applied else {})}
-        return {**means, "skipped": float(len(updates) - len(applied))}
+        return {**means, "skipped": float(skipped)}
 
     def prepare_save(self, step: int, folder: Path) -> None:
         """First phase of a paired save: everything is under `folder`, valid once the actor commits."""
@@ -142,6 +147,7 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
         reward=reward,
         reward_model=reward_model,
         identity=_contract(config, job, max_length=critic.shape.max_position_embeddings),
+        **({"keep_batch": job.folder.keep_batch} if job.topology.is_reporter else {}),
     )
 
 

@@ -67,18 +67,8 @@ class Recorder:
                 self.folder.write_samples(path, rows)
 
     def keep_batch(self, name: str, tensors: Mapping[str, Any]) -> str:
-        """Save a batch that could not be trained on to skipped/NAME.pt. Returns where, for a message; "" on a rank that writes nothing."""
-        if self.folder is None:
-            return ""
-        import torch
-
-        path = self.folder.path / "skipped" / f"{name}.pt"
-        try:
-            path.parent.mkdir(exist_ok=True)
-            torch.save(dict(tensors), path)
-        except (OSError, RuntimeError) as error:  # the run goes on without it, and so do the other ranks
-            return f"; the batch could not be kept in {path}: {error}"
-        return f"; the batch is in {path}"
+        """Save a batch that could not be trained on. Returns where, for a message; "" on a rank that writes nothing."""
+        return "" if self.folder is None else self.folder.keep_batch(f"actor_{name}", tensors)
 
     def close(self) -> None:
         if self._metrics is not None:

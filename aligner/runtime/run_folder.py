@@ -6,7 +6,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable, Optional
+from typing import Any, Iterable, Mapping, Optional
 
 from aligner.config.groups import RunConfig
 from aligner.runtime.checkpoint_folder import CheckpointFolder
@@ -79,6 +79,15 @@ class RunFolder:
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
         beside.replace(path)
+
+    def keep_batch(self, name: str, tensors: Mapping[str, Any]) -> str:
+        """Save a batch that could not be trained on to skipped/NAME.pt. Returns where, for a message."""
+        import torch
+
+        path = self.path / "skipped" / f"{name}.pt"
+        path.parent.mkdir(exist_ok=True)
+        torch.save(dict(tensors), path)
+        return f"; the batch is in {path}"
 
     def rewind(self, step: Optional[int]) -> None:
         """Delete what comes after the checkpoint of `step` that the run continues from (None: it begins): later samples and
