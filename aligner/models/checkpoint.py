@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.models.build import unwrap
@@ -21,8 +20,10 @@ from aligner.parallel.collectives import agree, gather_objects
 from aligner.parallel.topology import Topology
 
 from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
+from megatron.core.dist_checkpointing import serialization  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 
@@ -72,12 +73,12 @@ def save_weights(
     """Write model_weights/ and model_config.yaml under `folder`, and copy tokenizer/ of the checkpoint `tokenizer_from`. Collective."""
     folder = Path(folder)
     agree(_prepare(shape, folder, tokenizer_from) if topology.is_reporter else None, topology)
-    write_sharded(sharded_weights(chunks, topology), folder / WEIGHTS)
-    dist.barrier(group=topology.cpu_group)
+    write_sharded(sharded_weights(chunks, topology), folder / WEIGHTS, topology)
 
 
-def write_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state dict as torch_dist files into an existing folder. Collective.
+def write_sharded(state: dict[str, Any], folder: Path, topology: Topology) -> None:
+    """Write a sharded state dict as torch_dist files into an existing folder. Collective. Raises AgreedUserError or
+    AgreedError, on every rank, where a rank cannot write.
 
     Megatron hands the writers' results over through a queue in a process of its own, which asynchronous saves need; that process
     imports torch anew, on every rank. This save returns when all is written, so a plain queue does.
@@ -86,24 +87,56 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
     filesystem_async._results_queue = queue.Queue()
     if not filesystem_async.HAVE_PSUTIL:
         filesystem_async._process_memory = lambda: 0
-    with _failures_as(RuntimeError, f"{folder} could not be written"):
-        dist_checkpointing.save(state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1))
+    with _failures_of_rank_0_kept() as kept:
+        try:
+            dist_checkpointing.save(state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1))
+        except (
+            CheckpointException
+        ) as failed:  # of writers; raised on every rank, but what failed is known to rank 0 alone
+            kept += [error for error, _ in failed.failures.values()]
+    said = "; ".join(sorted({str(error) for error in kept}))
+    agree(RuntimeError(f"{folder} could not be written: {said}") if kept else None, topology)
+
+
+# What rank 0 alone writes: common.pt, .metadata and metadata.json.
+_WRITES_OF_RANK_0 = (
+    (TorchCommonSaveStrategy, "save_common"),
+    (filesystem_async.FileSystemWriterAsync, "finish"),
+    (serialization, "save_config"),
+)
+
+
+@contextlib.contextmanager
+def _failures_of_rank_0_kept() -> Iterator[list[BaseException]]:
+    """Megatron lets an error of these writes out of rank 0 while the others wait for it in a collective, where only parallel.timeout
+    would end them. Here rank 0 keeps the error, leaves out the writes that would make the files look complete, and goes on."""
+    kept: list[BaseException] = []
+
+    def keeping(write: Callable[..., None]) -> Callable[..., None]:
+        def try_to(*args, **how) -> None:
+            try:
+                if not kept:
+                    write(*args, **how)
+            except Exception as error:
+                kept.append(error)
+
+        return try_to
+
+    with contextlib.ExitStack() as restoring:
+        for owner, name in _WRITES_OF_RANK_0:
+            original = getattr(owner, name)
+            restoring.callback(setattr, owner, name, original)
+            setattr(owner, name, keeping(original))
+        yield kept
 
 
 def read_sharded(state: dict[str, Any], folder: Path, **how: Any) -> dict[str, Any]:
     """Fill a sharded state dict from torch_dist files. Collective. Raises ValueError, on every rank, where they do not fit."""
-    with _failures_as(ValueError, f"{folder} does not fit this model"):
-        return dist_checkpointing.load(state, str(folder), **how)
-
-
-@contextlib.contextmanager
-def _failures_as(kind: type[Exception], what: str) -> Iterator[None]:
-    """torch reports what failed as a CheckpointException: a BaseException, which no `except Exception` would catch."""
     try:
-        yield
-    except CheckpointException as failed:
-        said = sorted({str(error) for error, _ in failed.failures.values()})
-        raise kind(f"{what}: {'; '.join(said) or 'another rank failed'}") from None
+        return dist_checkpointing.load(state, str(folder), **how)
+    except CheckpointException as failed:  # a BaseException, which no `except Exception` would catch
+        said = "; ".join(sorted({str(error) for error, _ in failed.failures.values()}))
+        raise ValueError(f"{folder} does not fit this model: {said or 'another rank failed'}") from None
 
 
 def _prepare(shape: ModelShape, folder: Path, tokenizer_from: Optional[Path | str]) -> Optional[Exception]:

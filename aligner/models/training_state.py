@@ -35,7 +35,7 @@ def save_training(
         target = folder / OPTIMIZER_FOLDER
         _on_reporter(lambda: target.mkdir(parents=True, exist_ok=True), topology)
         found = _sharded(chunks, optimizer, topology, loading=False)
-        write_sharded(found, target)
+        write_sharded(found, target, topology)
     kind = {"fresh": fresh, **_kind(optimizer)}
     text = json.dumps({"optimizer": kind, "state": dict(state)}, indent=1)
     _on_reporter(lambda: _write(folder / STATE_FILE, text), topology)
