@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
@@ -96,7 +97,7 @@ class Control:
         theirs = request.get("contract")
         if not isinstance(theirs, dict):
             raise ProtocolError("hello lacks its contract")
-        critic = hello.Contract.of(self._backend.status())
+        critic = replace(hello.Contract.of(self._backend.status()), max_rows=self._max_rows)
         version = hello.version_problem(actor=hello.version_of(theirs), critic=critic.protocol)
         actor = None if version else hello.Contract.of(theirs)
         problems = [version] if actor is None else hello.problems(actor, critic)

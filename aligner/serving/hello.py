@@ -14,7 +14,8 @@ class Contract:
     """One side's view. The actor's max_length is what it will send at most; the critic's is what it takes.
 
     reward_kind: what the critic job scores with ("none": nothing). run_id names the run. step: last step applied; None on
-    the actor's side is not compared (it restores the critic next)."""
+    the actor's side is not compared (it restores the critic next). What one side alone knows is None on the other: the actor's rows a
+    train step and an inference request (at most), the critic's rows a mini-batch and a request (at most)."""
 
     tokenizer_fingerprint: str
     chat_template: str
@@ -23,6 +24,10 @@ class Contract:
     reward_kind: str
     run_id: str
     step: Optional[int] = None
+    train_rows: Optional[int] = None
+    infer_rows: Optional[int] = None
+    mini_batch_size: Optional[int] = None
+    max_rows: Optional[int] = None
     protocol: int = protocol.VERSION
 
     @classmethod
@@ -30,7 +35,7 @@ class Contract:
         """From a status or a hello request. Raises ProtocolError naming a key that is missing or of another type."""
         values = {"protocol": protocol.VERSION, **{k: v for k, v in mapping.items() if k in _TYPES}}
         for name, kinds in _TYPES.items():
-            if name not in values and name != "step":
+            if name not in values and type(None) not in kinds:
                 raise ProtocolError(f"hello lacks {name}")
             if not isinstance(values.get(name), kinds) or isinstance(values.get(name), bool):
                 raise ProtocolError(
@@ -49,7 +54,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "max_length": (int,),
     "reward_kind": (str,),
     "run_id": (str,),
-    "step": (int, type(None)),
+    **dict.fromkeys(("step", "train_rows", "infer_rows", "mini_batch_size", "max_rows"), (int, type(None))),
     "protocol": (int,),
 }
 assert set(_TYPES) == {f.name for f in fields(Contract)}
@@ -107,6 +112,22 @@ def problems(actor: Contract, critic: Contract) -> list[str]:
     if actor.step is not None and actor.step != critic.step:
         found.append(
             f"the actor is at step {actor.step}, the critic at step {critic.step}: restore the pair of step {actor.step}"
+        )
+    return found + _row_problems(actor, critic)
+
+
+def _row_problems(actor: Contract, critic: Contract) -> list[str]:
+    """Found here, before a step is generated, and not when its train request is refused."""
+    found = []
+    if None not in (actor.train_rows, critic.mini_batch_size) and actor.train_rows % critic.mini_batch_size:
+        found.append(
+            f"the actor trains on {actor.train_rows} rows a step (ppo.rollout_batch_size * ppo.samples_per_prompt), which is not a "
+            f"multiple of the critic's critic.mini_batch_size={critic.mini_batch_size}: set that to a divisor of the rows"
+        )
+    if None not in (actor.infer_rows, critic.max_rows) and actor.infer_rows > critic.max_rows:
+        found.append(
+            f"the actor sends {actor.infer_rows} rows an inference request (critic.infer_batch_size), the critic job takes "
+            f"{critic.max_rows} (serving.max_rows): lower the one or raise the other"
         )
     return found
 
