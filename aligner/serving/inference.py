@@ -106,11 +106,8 @@ class Inference:
         self, rows: CriticRows, outcome: "Future[Any]", scoring: "Future[Optional[list[Score]]]"
     ) -> CriticAnswer:
         values, bootstrap, scores = outcome.result()
-        try:
-            verified = scoring.result(SCORING_DEADLINE)
-        except Exception as error:
-            verified = [Score(float("nan"), {}, f"scoring failed: {one_line(error)}")] * len(bootstrap)
-        _check_finite(rows, values, bootstrap)
+        verified = scores_of(scoring, len(bootstrap))
+        check_finite(rows, values, bootstrap)
         return CriticAnswer(values, bootstrap, verified if verified is not None else scores)
 
     def _failed_infer(self, request: WireRequest, error: Exception) -> dict[str, np.ndarray]:
@@ -143,7 +140,17 @@ def _split(call: "Future[Any]", counts: Mapping[int, int]) -> "dict[int, Future[
     return pieces
 
 
-def _check_finite(rows: CriticRows, values: torch.Tensor, bootstrap: torch.Tensor) -> None:
+def scores_of(
+    scoring: "Future[Optional[list[Score]]]", rows: int, *, deadline: float = SCORING_DEADLINE
+) -> Optional[list[Score]]:
+    """What the verifier said, None where none scores; a Score with an error for each row where it failed or took too long."""
+    try:
+        return scoring.result(deadline)
+    except Exception as error:
+        return [Score(float("nan"), {}, f"scoring failed: {one_line(error)}")] * rows
+
+
+def check_finite(rows: CriticRows, values: torch.Tensor, bootstrap: torch.Tensor) -> None:
     """Raises RequestFailed where a value that will be used is not finite."""
     at = torch.arange(values.size(1))
     used = (at >= rows.prompt_lengths[:, None]) & (at < rows.lengths[:, None])

@@ -7,7 +7,9 @@ from typing import Any, Callable, Optional
 from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows
 from aligner.serving import protocol
 from aligner.serving.backend import CriticBackend, Refused
+from aligner.serving.inference import SCORING_DEADLINE, check_finite, scores_of
 from aligner.serving.parts import TrainLedger, check_batch, digest_of, encode_batch
+from aligner.serving.protocol import ProtocolError
 
 
 class LocalCritic:
@@ -15,8 +17,9 @@ class LocalCritic:
 
     address = "in the actor's process"
 
-    def __init__(self, backend: CriticBackend) -> None:
-        self._backend = backend
+    def __init__(self, backend: CriticBackend, *, scoring_deadline: float = SCORING_DEADLINE) -> None:
+        """scoring_deadline: seconds that a verifier has after the values are there."""
+        self._backend, self._scoring_deadline = backend, scoring_deadline
         status = backend.status()
         self._ledger = TrainLedger(step=status["step"], run_id=status["run_id"])
 
@@ -26,7 +29,10 @@ class LocalCritic:
     def _infer(self, rows: CriticRows) -> CriticAnswer:
         scoring = self._backend.start_scoring(rows)
         values, bootstrap, scores = self._backend.infer(rows)
-        return CriticAnswer(values, bootstrap, scores if scoring is None else scoring.result())
+        check_finite(rows, values, bootstrap)
+        if scoring is not None:
+            scores = scores_of(scoring, len(bootstrap), deadline=self._scoring_deadline)
+        return CriticAnswer(values, bootstrap, scores)
 
     def train(self, step: int, batch: CriticBatch) -> "Future[dict[str, float]]":
         return _done(lambda: self._train(step, batch))
@@ -49,13 +55,24 @@ class LocalCritic:
         return metrics
 
     def prepare_save(self, step: int, folder: Path) -> "Future[None]":
-        return _done(lambda: self._backend.prepare_save(step, folder))
+        return _done(lambda: self._prepare_save(step, folder))
+
+    def _prepare_save(self, step: int, folder: Path) -> None:
+        if self._ledger.undefined is not None:
+            raise ProtocolError(f"cannot save the critic of step {step}: {self._ledger.undefined}")
+        self._backend.prepare_save(step, folder)
 
     def commit(self, step: int) -> None:
         self._backend.commit(step)
 
     def restore(self, step: int, folder: Optional[Path]) -> None:
-        self._backend.restore(step, folder)
+        try:
+            self._backend.restore(step, folder)
+        except Refused:
+            raise
+        except Exception as error:
+            self._ledger.failed(step, f"restore of step {step}: {error}")
+            raise
         self._ledger.reset(step)
 
     def status(self) -> dict[str, Any]:

@@ -319,6 +319,16 @@ def test_every_problem_is_named_at_once():
         assert key in text
 
 
+def test_rows_that_do_not_fit_are_refused_at_connect():
+    actor, critic = replace(CONTRACT, train_rows=24, infer_rows=8), replace(CONTRACT, mini_batch_size=12, max_rows=8)
+    assert hello.problems(actor, critic) == hello.problems(CONTRACT, critic) == hello.problems(actor, CONTRACT) == []
+    rows, request = hello.problems(actor, replace(critic, mini_batch_size=16, max_rows=7))
+    for key in ("ppo.rollout_batch_size", "ppo.samples_per_prompt", "critic.mini_batch_size=16", "24 rows"):
+        assert key in rows
+    for key in ("8 rows", "critic.infer_batch_size", "7 (serving.max_rows)"):
+        assert key in request
+
+
 @pytest.mark.parametrize("version, older", [(2, "critic"), (0, "actor")])
 def test_version_skew_in_both_directions(version, older):
     (problem,) = hello.problems(replace(CONTRACT, protocol=version, vocab_size=7), CONTRACT)
@@ -415,6 +425,31 @@ def test_local_critic_obeys_the_same_rules():
     for _ in range(2):
         with pytest.raises(Refused):
             critic.train(3, batch).result(0)
+
+
+def test_a_local_critic_whose_restore_failed_trains_and_saves_nothing():
+    backend = Backend()
+    critic, works = LocalCritic(backend), backend.restore
+    backend.restore = lambda step, folder: works(None, 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        critic.restore(4, Path("pair"))
+    with pytest.raises(ProtocolError, match="restore of step 4.*undefined"):
+        critic.train(1, make_batch()).result(0)
+    with pytest.raises(ProtocolError, match="cannot save the critic of step 0: .*restore of step 4"):
+        critic.prepare_save(0, Path("pair")).result(0)
+    backend.restore = works
+    critic.restore(0, None)
+    assert critic.train(1, make_batch()).result(0) == {"loss": 1.0}
+
+
+def test_a_local_critic_answers_as_the_served_one_does():
+    backend, rows = Backend(), make_rows()
+    backend.start_scoring = lambda rows: Future()  # never done
+    scores = LocalCritic(backend, scoring_deadline=0.01).infer(rows).result(0).scores
+    assert [s.error for s in scores] == ["scoring failed: TimeoutError: "] * 3
+    backend.infer = lambda rows: (torch.full(rows.tokens.shape, torch.nan), torch.zeros(3), None)
+    with pytest.raises(RequestFailed, match=f"the critic's values of sample {2**40} are not finite"):
+        LocalCritic(backend).infer(rows).result(0)
 
 
 def test_nothing_is_pickled_or_evaluated_on_the_wire():
