@@ -1,12 +1,10 @@
 """Building this rank's part of a model."""
 
-import math
-
 import torch
-from torch import Tensor
 
 from aligner.config.groups import Recompute
 from aligner.models.model_config import ModelShape
+from aligner.models.rope import llama3_frequencies
 from aligner.models.spec import block_spec, transformer_config
 from aligner.parallel.device import DEVICE
 from aligner.parallel.topology import Topology
@@ -72,28 +70,8 @@ def _head(model: GPTModel, shape: ModelShape, topology: Topology, config, head: 
     return ValueHead(shape.hidden_size, dtype=config.params_dtype, device=DEVICE, **place)
 
 
-def llama3_frequencies(inv_freq: Tensor, scaling: dict) -> Tensor:
-    """Llama 3's scaled rotary frequencies: long wavelengths are divided by `factor`, short ones kept, those between interpolated.
-
-    inv_freq [D/2] float32 -> [D/2]. After transformers' modeling_rope_utils._compute_llama3_parameters; megatron-core's own fixes all
-    but the factor."""
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    old_length = scaling["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / inv_freq
-    smooth = (old_length / wavelength - low) / (high - low)
-    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
-    scaled = torch.where(wavelength > old_length / low, inv_freq / factor, inv_freq)
-    return torch.where((wavelength <= old_length / low) & (wavelength >= old_length / high), between, scaled)
-
-
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """The GPTModel inside DDP and Float16Module."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
-
-
-def head_of(chunks: list[torch.nn.Module]) -> torch.nn.Module | None:
-    """The ResponseOutput or ValueHead of this rank, None where another stage has it."""
-    last = unwrap(chunks[-1])
-    return last.output_layer if last.post_process else None

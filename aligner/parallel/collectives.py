@@ -1,6 +1,6 @@
 """Collectives with an explicit group on every call. All ranks of the group call each one, in the same order."""
 
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,21 +40,6 @@ def from_last_stage(tensor: Optional[Tensor], shape: Sequence[int], dtype: torch
     return sent
 
 
-def gather_rows(tensor: Tensor, topology: Topology) -> Tensor:
-    """[b, ...] of each data-parallel rank -> [B, ...] in order of data rank. b may differ between ranks; the rest must not."""
-    if topology.data == 1:
-        return tensor
-    here = torch.tensor([tensor.size(0)], device=tensor.device)
-    counts = [torch.empty_like(here) for _ in range(topology.data)]
-    dist.all_gather(counts, here, group=topology.data_group)
-    sizes = [int(c) for c in counts]
-    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
-    padded[: tensor.size(0)] = tensor
-    parts = [torch.empty_like(padded) for _ in range(topology.data)]
-    dist.all_gather(parts, padded, group=topology.data_group)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes)])
-
-
 def agree(error: Optional[Exception], topology: Topology) -> None:
     """Make one rank's error everybody's, so that no rank waits in the next collective for one that left.
 
@@ -70,11 +55,3 @@ def agree(error: Optional[Exception], topology: Topology) -> None:
             raise AgreedUserError(text, code) from error
     if found:
         raise AgreedError("; ".join(f"rank {rank}: {text}" for rank, _, text in found)) from error
-
-
-def reduce_metrics(sums: Mapping[str, Any], group: ProcessGroup) -> dict[str, float]:
-    """Sum each metric over the group, in float64. Every rank passes the same names."""
-    names = sorted(sums)
-    total = torch.tensor([float(sums[name]) for name in names], dtype=torch.float64, device=DEVICE)
-    dist.all_reduce(total, group=group)
-    return dict(zip(names, total.tolist()))

@@ -1,26 +1,17 @@
 """Rotary position embedding tables (Su et al. 2021), with Llama 3's frequency scaling."""
 
-import math
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from aligner.models.rope import llama3_frequencies
+
 
 def inverse_frequencies(head_dim: int, base: float, scaling: Optional[dict[str, Any]]) -> Tensor:
     """[head_dim / 2] float32. `scaling`: None, or the fields of llama3 (ModelShape has refused everything else)."""
     frequencies = 1.0 / (base ** (torch.arange(0, head_dim, 2).float() / head_dim))
-    return frequencies if scaling is None else _llama3(frequencies, scaling)
-
-
-def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1's reference code)."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = (
-        scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    )  # turns within the original context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
+    return frequencies if scaling is None else llama3_frequencies(frequencies, scaling)
 
 
 def rope_tables(

@@ -96,7 +96,6 @@ CONTROL = Endpoint(
     outputs=(Field("reply", bytes, (1,)), Field("error", bytes, (1,))),
 )
 ENDPOINTS = (INFER, TRAIN, CONTROL)
-CONTROL_OPS = ("hello", "status", "prepare_save", "commit", "restore", "stop")
 
 
 def text_array(*texts: str) -> np.ndarray:

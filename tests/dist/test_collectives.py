@@ -20,7 +20,6 @@ def _body(rank):
     found = []
     for topology in topologies((2, 1, None, False), (1, 2, None, False)):
         places = (topology.tensor_rank, topology.data_rank, topology.pipeline_rank, topology.last_stage_rank)
-        ragged = torch.full((topology.data_rank + 1, 2), float(topology.data_rank))
         sent = torch.arange(3.0) + topology.data_rank if topology.is_last_stage else None
         error = ValueError("bad row") if rank == 3 else None
         found.append(
@@ -28,9 +27,7 @@ def _body(rank):
                 "places": places,
                 "objects": c.gather_objects({"rank": rank}, topology.data_group),
                 "object": c.broadcast_object(rank * 10, 2, topology.cpu_group),
-                "rows": c.gather_rows(ragged, topology).tolist(),
                 "last": c.from_last_stage(sent, (3,), torch.float32, topology).tolist(),
-                "sums": c.reduce_metrics({"b": torch.tensor(0.5), "a": rank}, topology.data_group),
                 "no error": _error_of(c.agree, None, topology),
                 "error": _error_of(c.agree, error, topology),
                 "user's error": _error_of(c.agree, StorageError("disk full") if rank == 2 else error, topology),
@@ -49,8 +46,6 @@ def test_four_ranks():
         for found, is_first in ((tensor_data, True), (pipeline_data, False)):
             assert found["objects"] == [{"rank": r} for r in peers[is_first]]
             assert found["object"] == 20
-            assert found["rows"] == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
-            assert found["sums"] == {"a": float(sum(peers[is_first])), "b": 1.0}
             assert found["no error"] is None
             assert found["error"] == "rank 3: ValueError: bad row"
             assert found["user's error"] == "disk full"

@@ -14,11 +14,11 @@ def forward(chunks, topology, tokens, positions=None):
     """What the last chunk returns, on every rank of the last stage; None elsewhere. The pipeline is run by hand."""
     import torch.distributed as dist
 
-    from aligner.models.build import head_of, unwrap
+    from aligner.models.build import unwrap
 
-    head = head_of(chunks)
-    if positions is not None and head is not None:
-        head.select(positions)
+    last = unwrap(chunks[-1])
+    if positions is not None and last.post_process:
+        last.output_layer.select(positions)
     where = torch.arange(tokens.size(1)).expand(tokens.size(0), -1)
     hidden_shape = (tokens.size(1), tokens.size(0), unwrap(chunks[0]).config.hidden_size)
     stages = [(r, c) for c in range(len(chunks)) for r in range(topology.pipeline)]

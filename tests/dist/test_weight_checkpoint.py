@@ -96,7 +96,7 @@ def _one_rank(rank, folder):
     """What needs one rank only: other families' names, fewer layers, other heads, archives, refusals."""
     from dataclasses import replace
 
-    from aligner.models.build import head_of
+    from aligner.models.build import unwrap
     from aligner.models.checkpoint import checkpoint_shape, load_weights, save_weights, sharded_weights
 
     (topology,) = topologies((1, 1, None, False))
@@ -117,7 +117,7 @@ def _one_rank(rank, folder):
     chunks = _built(shape, topology)
     load_weights(chunks, shape, topology, f"{folder}/model.nemo")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in _exported(chunks, shape, topology).items())
-    assert isinstance(head_of(chunks).weight, torch.nn.Parameter)
+    assert isinstance(unwrap(chunks[-1]).output_layer.weight, torch.nn.Parameter)
     found["missing"] = _refusal(load_weights, chunks, shape, topology, f"{folder}/nowhere")
     found["other"] = _refusal(load_weights, chunks, replace(shape, ffn_hidden_size=128), topology, f"{folder}/lm")
     value = shape.with_head("value")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from aligner.models.build import llama3_frequencies
 from aligner.models.hf_config import config_of, shape_of
 from aligner.models.hf_mapping import Unit, all_units, from_megatron, hf_names, hf_shape, to_megatron
 from aligner.models.model_config import padded, read_model_config, write_model_config
+from aligner.models.rope import llama3_frequencies
 from tests.dist.tiny import tiny_hf, weights_of
 
 FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
