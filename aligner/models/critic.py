@@ -74,7 +74,8 @@ class CriticModel:
     def train(self, batch: CriticMiniBatch) -> dict[str, float]:
         """One optimizer step on the clipped squared error. Metrics are means over the mini-batch's tokens.
 
-        A loss or gradient that is not finite skips the step on every rank (`skipped` 1). Raises FloatingPointError where a return or
+        A loss or gradient that is not finite skips the step on every rank (`skipped` 1), as does a mask without a
+        token (`skipped` and `empty` 1). Raises FloatingPointError where a return or
         an old value under the mask is not finite."""
         fields = {
             "mask": batch.mask,
@@ -92,6 +93,7 @@ class CriticModel:
             "grad_norm": update.grad_norm,
             "learning_rate": update.learning_rate,
             "skipped": float(update.skipped),
+            "empty": float(tokens == 0),
         }
 
     def _loss(self, denominator: int, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -128,15 +128,15 @@ def clear_gradients(chunks: Chunks, optimizer: MegatronOptimizer) -> None:
 
 
 def apply_gradients(
-    optimizer: MegatronOptimizer, optim: OptimConfig, *, step: int, finite: bool, topology: Topology
+    optimizer: MegatronOptimizer, optim: OptimConfig, *, step: int, useful: bool, topology: Topology
 ) -> Update:
-    """One update with the gradients in the DDP buffers, or none at all where the loss (`finite`) or the norm is not finite anywhere.
+    """One update with the gradients in the DDP buffers, or none at all where it is not `useful` or their norm is not finite on some rank.
 
     step: updates applied before this one. Collective; every rank takes the same decision. A skipped step changes nothing."""
     rate = learning_rate(optim, step)
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if not _everywhere(finite and math.isfinite(norm), topology):
+    if not _everywhere(useful and math.isfinite(norm), topology):
         return Update(norm, rate, skipped=True)
     if optim.clip_grad > 0.0 and norm > optim.clip_grad:
         for grads in _gradients(optimizer):

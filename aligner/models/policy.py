@@ -110,7 +110,8 @@ class Policy:
     def train(self, batch: PolicyMiniBatch) -> dict[str, float]:
         """One optimizer step. Metrics are means over the mini-batch's tokens, whatever the layout.
 
-        A loss or gradient that is not finite skips the step on every rank (`skipped` 1) and changes nothing. Raises FloatingPointError
+        A loss or gradient that is not finite skips the step on every rank (`skipped` 1) and changes nothing; so
+        does a mask without a token (`skipped` and `empty` 1). Raises FloatingPointError
         where an advantage or an old log-prob under the mask is not finite: that is an error of the caller's."""
         fields = {
             "mask": batch.mask,
@@ -132,6 +133,7 @@ class Policy:
             "grad_norm": update.grad_norm,
             "learning_rate": update.learning_rate,
             "skipped": float(update.skipped),
+            "empty": float(tokens == 0),
         }
 
     def _loss(self, denominator: int, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

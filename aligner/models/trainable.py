@@ -71,17 +71,18 @@ class TrainableModel:
         loss: Loss,
         positions: Optional[Positions] = None,
     ) -> tuple[dict[str, float], Update]:
-        """Forward, backward and one update on a whole mini-batch. tokens [B, S], lengths [B], fields [B, S].
+        """Forward, backward and one update on a whole mini-batch. tokens [B, S], lengths [B], fields [B, S], "mask" among them.
 
+        An empty mask skips the update: its gradient is 0, but momentum and weight decay would move the weights.
         Returns the sums of `loss`'s metrics over the mini-batch (not divided by anything but what `loss` divided), and the update."""
         micro = pipeline.micro_batches(
             tokens, lengths, fields, micro_batch_size=self.micro_batch_size, topology=self.topology
         )
         clear_gradients(self.chunks, self.optimizer)
         sums = pipeline.forward_backward(self.chunks, micro, self.topology, loss=loss, positions=positions)
-        finite = all(torch.isfinite(torch.tensor(list(sums.values()))).tolist())
+        useful = bool(fields["mask"].any()) and all(torch.isfinite(torch.tensor(list(sums.values()))).tolist())
         update = apply_gradients(
-            self.optimizer, self.optim, step=self.step_count, finite=finite, topology=self.topology
+            self.optimizer, self.optim, step=self.step_count, useful=useful, topology=self.topology
         )
         self.step_count += not update.skipped
         return sums, update

@@ -216,6 +216,7 @@ def _behaviour_body(rank, folder):
         _garbage_changes_nothing(folder, topology)
         _references_agree(folder, topology)
         _non_finite_steps_are_skipped(folder, topology)
+        _empty_steps_are_skipped(folder, topology)
         _head_learns_faster(folder, topology)
 
 
@@ -263,6 +264,19 @@ def _non_finite_steps_are_skipped(folder, topology):
     bad.advantages[0, 6] = float("nan")
     with pytest.raises(FloatingPointError, match="advantages is nan at row 0"):
         policy.train(bad)
+
+
+def _empty_steps_are_skipped(folder, topology):
+    """Momentum and weight decay move nothing where no token says whereto."""
+    policy, critic = _policy(folder, topology, weight_decay=0.1), _critic(folder, topology)
+    for model, make in ((policy, policy_batch), (critic, critic_batch)):
+        assert model.train(make())["empty"] == 0.0
+        before = _snapshot(model)
+        nothing = make(1)
+        nothing.mask = torch.zeros_like(nothing.mask)
+        metrics = model.train(nothing)
+        assert metrics["skipped"] == metrics["empty"] == 1.0 and np.isfinite(list(metrics.values())).all()
+        assert _same_snapshot(before, _snapshot(model)) and model.step_count == 1
 
 
 def _snapshot(policy):
