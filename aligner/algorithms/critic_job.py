@@ -146,14 +146,22 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
         critic=critic,
         reward=reward,
         reward_model=reward_model,
-        identity=_contract(config, job, max_length=critic.shape.max_position_embeddings),
+        identity={
+            **_contract(config, job, max_length=critic.shape.max_position_embeddings),
+            "mini_batch_size": config.critic.mini_batch_size,
+            "max_rows": config.serving.max_rows,
+        },
         **({"keep_batch": job.folder.keep_batch} if job.topology.is_reporter else {}),
     )
 
 
 def actor_contract(config: ActorConfig, job: Job) -> dict[str, Any]:
     """The actor's side of what the two jobs must agree on."""
-    return _contract(config, job, max_length=config.engine.max_input_len + config.engine.max_output_len)
+    return {
+        **_contract(config, job, max_length=config.engine.max_input_len + config.engine.max_output_len),
+        "train_rows": config.ppo.rollout_batch_size * config.ppo.samples_per_prompt,
+        "infer_rows": config.critic.infer_batch_size,
+    }
 
 
 def _contract(config: Any, job: Job, *, max_length: int) -> dict[str, Any]:
