@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Optional
 
 import torch
 from torch import Tensor
 
+from aligner.config.groups import Dtype
 from aligner.models.checkpoint import read_sharded, sharded_weights, write_sharded
 from aligner.models.optimizer import choose_kernel, inner_optimizers
 from aligner.parallel.collectives import agree, broadcast_object
@@ -39,6 +40,21 @@ def save_training(
     kind = {"fresh": fresh, **_kind(optimizer)}
     text = json.dumps({"optimizer": kind, "state": dict(state)}, indent=1)
     _on_reporter(lambda: _write(folder / STATE_FILE, text), topology)
+
+
+def resumed_dtype(setting: Dtype, folder: Optional[Path], topology: Topology) -> Dtype:
+    """The setting model.dtype of a run that continues from `folder` (None: that begins): where it is auto, the type that `folder` was
+    saved with, which another choice on this machine would not fit. Collective."""
+    if setting is not Dtype.auto or folder is None:
+        return setting
+    saved = broadcast_object(saved_dtype(folder) if topology.is_reporter else None, 0, topology.cpu_group)
+    return saved or setting
+
+
+def saved_dtype(folder: Path) -> Optional[Dtype]:
+    """The type of the weights that trainer_state.json in `folder` goes with; None where there is no such file."""
+    saved = _read(Path(folder))
+    return None if isinstance(saved, str) else Dtype(saved["optimizer"]["dtype"])
 
 
 def _on_reporter(act: Callable[[], None], topology: Topology) -> None:

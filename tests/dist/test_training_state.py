@@ -113,6 +113,7 @@ def test_another_grid_continues_closely(saved):
 def _edges_body(rank, source, base):
     for topology in topologies(ONE):
         _critic_starts_over(source, base, topology)
+        _an_automatic_type_is_the_saved_one(source, base, topology)
         _refusals(source, base, topology)
 
 
@@ -129,6 +130,21 @@ def _critic_starts_over(source, base, topology):
     assert [astray.train(batch), astray.train(batch)] == expected
     astray.reset()
     assert [astray.train(batch), astray.train(batch)] == expected
+
+
+def _an_automatic_type_is_the_saved_one(source, base, topology):
+    """Whatever this machine would choose: of either type, before the first update and after it."""
+    from aligner.config.groups import Dtype
+    from aligner.models.training_state import resumed_dtype
+
+    for dtype, steps in ((Dtype.float32, 0), (Dtype.bfloat16, 1)):
+        policy = _policy(source, topology, dtype=dtype.value)
+        for _ in range(steps):
+            policy.train(policy_batch())
+        policy.save(base / dtype.value)
+        assert resumed_dtype(Dtype.auto, base / dtype.value, topology) is dtype
+        assert resumed_dtype(Dtype.float32, base / dtype.value, topology) is Dtype.float32
+    assert resumed_dtype(Dtype.auto, None, topology) is resumed_dtype(Dtype.auto, source, topology) is Dtype.auto
 
 
 def _refusals(source, base, topology):
