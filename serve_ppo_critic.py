@@ -16,12 +16,13 @@ def main() -> int:
     from aligner.config.load import load
 
     config = load(CriticConfig, config_name="ppo_critic")  # before torch is imported: a wrong key is told at once
-    from aligner.algorithms.assemble import start_job
+    from aligner.algorithms.assemble import newest_pair, start_job, with_saved_dtype
     from aligner.algorithms.critic_job import build_critic_job
     from aligner.parallel.startup import shutdown
     from aligner.serving.server import Place, serve
 
     job = start_job(config, "critic")
+    config.model = with_saved_dtype(config.model, job, newest_pair(job))
     backend = build_critic_job(config, job)
     reason = serve(
         backend,

@@ -21,6 +21,7 @@ def main() -> int:
     job = assemble.start_job(config, "actor")
     samples = assemble.load_samples(config, job)
     resumed = assemble.resume_step(config, job)
+    config.model = assemble.with_saved_dtype(config.model, job, resumed)
     reward = build_reward(config.reward, job.tokenizer) if assemble.scores_itself(config) else None
     # A critic whose address is given answers at once or never; another may start while the policy is built.
     critic = on_all(lambda: connect_critic(config, job), job.topology) if config.critic.endpoint else None

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,7 +13,7 @@ from aligner.algorithms.generation import Generation
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.ppo import PPOTrainer
 from aligner.algorithms.validation import Validator
-from aligner.config.groups import Dtype, RewardPlace
+from aligner.config.groups import Dtype, ModelConfig, RewardPlace
 from aligner.config.jobs import ActorConfig
 from aligner.config.load import to_dict, to_yaml
 from aligner.data.batch import Sample
@@ -23,6 +23,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.models.checkpoint_folder import checkpoint_shape, opened
 from aligner.models.model_config import ModelShape
 from aligner.models.policy import Policy, PolicyLoss
+from aligner.models.training_state import resumed_dtype
 from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import ON_GPU, resolve_dtype, synchronise
 from aligner.parallel.startup import detect_launch, start
@@ -110,6 +111,18 @@ class Samples:
     def counts(self) -> dict[str, int]:
         sides = {"train_prompts": len(self.train), "held_out_prompts": len(self.held_out)}
         return {**sides, "dropped_prompts": self.dropped, "truncated_prompts": self.truncated}
+
+
+def newest_pair(job: Job) -> Optional[int]:
+    """Step of the newest committed pair, the same on every rank; None where there is none."""
+    found = on_reporter(lambda: job.folder.checkpoints.newest(), job.topology)
+    return broadcast_object(found, 0, job.topology.cpu_group)
+
+
+def with_saved_dtype(model: ModelConfig, job: Job, step: Optional[int]) -> ModelConfig:
+    """model.dtype=auto of a run that continues from the pair of `step` is the type that it was saved with. Collective."""
+    saved = None if step is None else job.folder.checkpoints.step(step) / job.name
+    return replace(model, dtype=resumed_dtype(model.dtype, saved, job.topology))
 
 
 def load_samples(config: ActorConfig, job: Job) -> Samples:

@@ -80,6 +80,8 @@ class CriticJob:
         for number, chosen in enumerate(chosen for order in orders for chosen in order):
             mini_batch = _mini_batch(batch, chosen)
             update = self.critic.train(mini_batch)
+            if update["empty"]:
+                continue
             if update["skipped"]:
                 skipped += 1
                 where = self.keep_batch(f"critic_step_{step}_update_{number}", vars(mini_batch))

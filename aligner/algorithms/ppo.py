@@ -216,6 +216,8 @@ class PPOTrainer:
         applied, skipped = [], 0
         for number, batch in enumerate(self.policy_mini_batches(step, experience)):
             update = self.policy.train(batch)
+            if update["empty"]:
+                continue
             if update["skipped"]:
                 skipped += 1
                 where = self.recorder.keep_batch(f"step_{step}_update_{number}", vars(batch))

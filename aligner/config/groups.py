@@ -117,7 +117,8 @@ class ParallelConfig:
     sequence: bool = False
     """Sequence parallelism; needs tensor > 1."""
     threads: int = 0
-    """CPU threads a rank; 0 divides the cores of this host between the ranks on it."""
+    """CPU threads a rank; 0 takes OMP_NUM_THREADS where it is set, else divides the cores of this host between the ranks on it (a 1
+    under torchrun with several ranks is torchrun's own default and does not count)."""
     timeout: float = 2400.0
     """Deadline of every collective, in seconds."""
 

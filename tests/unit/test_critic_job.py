@@ -19,7 +19,7 @@ class ScriptedCritic:
         self.weights += 1
         if self.weights - 1 == self.fails_at:
             raise RuntimeError("out of memory")
-        return {"loss": float(self.weights), "skipped": 0.0}
+        return {"loss": float(self.weights), "skipped": 0.0, "empty": 0.0}
 
     def load(self, folder):
         self.weights = 100
@@ -43,7 +43,7 @@ def job(critic):
 
 def test_a_step_is_all_its_epochs_and_mini_batches():
     served = job(ScriptedCritic())
-    assert served.train(1, batch(4)) == {"loss": pytest.approx((1 + 2 + 3 + 4) / 4), "skipped": 0.0}
+    assert served.train(1, batch(4)) == {"loss": pytest.approx((1 + 2 + 3 + 4) / 4), "skipped": 0.0, "empty": 0.0}
     assert served.status() == {"step": 1}
     with pytest.raises(Refused, match="step 2 has 3 rows.*critic.mini_batch_size=2"):
         served.train(2, batch(3))
