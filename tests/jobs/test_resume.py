@@ -61,7 +61,9 @@ def test_killed_again_and_again_mid_epoch_and_at_its_end(jobs: Launcher, tmp_pat
     half.write_text("of a pair that was never committed")
     jobs.alone("broken", *actor, "checkpoint.keep_best=false", critic=critic).finish()
     assert not half.exists()
-    coefficients = [row["kl/coefficient"] for row in jobs.run("whole").rows[1:]]
+    coefficients = [
+        row["kl/coefficient"] for row in jobs.run("whole").rows[2:]
+    ]  # critic warm-up, step 1, moves nothing
     assert len(set(coefficients)) == len(coefficients), "the adaptive coefficient did not move: this test shows nothing"
     assert_exact(jobs.run("broken"), jobs.run("whole"))
 
