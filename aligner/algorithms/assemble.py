@@ -208,6 +208,18 @@ def scores_itself(config: ActorConfig) -> bool:
     return config.reward.place is RewardPlace.actor
 
 
+def already_complete(job: Job, steps: int) -> int:
+    """Say so, and leave the records of the run as they are. Returns the exit code."""
+    log.info(
+        "run %s has its %d steps already: raise run.max_steps to continue, or delete %s to begin anew (report: %s)",
+        job.folder.path.name,
+        steps,
+        job.folder.path,
+        job.folder.report,
+    )
+    return 0
+
+
 def finish(job: Job, trainer: PPOTrainer, critic: Optional[Critic], *, complete: bool) -> None:
     """Let the critic job go where the run is complete, close what the run writes, and say where its report is."""
     if job.topology.is_reporter:
@@ -216,5 +228,7 @@ def finish(job: Job, trainer: PPOTrainer, critic: Optional[Critic], *, complete:
                 critic.stop()
             except RuntimeError as error:  # the run is whole all the same; the critic job ends at serving.idle_timeout
                 log.warning("the critic job could not be told that the run is complete: %s", error)
+        if complete:
+            job.folder.amend_record(job.name, complete=True)
         trainer.recorder.close()
         print(f"report: {write_report(job.folder.path)}", flush=True)

@@ -110,7 +110,7 @@ def _schedule(
         data_iterator=iterators if several else iterators[0],
         model=chunks if several else chunks[0],
         num_microbatches=len(micro),
-        # The shapes that stages exchange are sent with the tensors (variable_seq_lengths); these are not used then.
+        # Where the shapes that stages exchange are sent with the tensors (variable_seq_lengths), this is not looked at.
         seq_length=max(m.tokens.size(1) for m in micro),
         micro_batch_size=micro[0].tokens.size(0),
         forward_only=forward_only,

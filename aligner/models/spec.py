@@ -45,7 +45,9 @@ def transformer_config(
         pipeline_model_parallel_size=topology.pipeline,
         virtual_pipeline_model_parallel_size=topology.virtual_pipeline,
         sequence_parallel=topology.sequence,
-        variable_seq_lengths=topology.pipeline > 1,  # each micro-batch is as wide as its own longest row
+        # Each micro-batch is as wide as its own longest row, and its shape is sent with it. Not in the interleaved schedule, where
+        # megatron-core sends shapes in an order that deadlocks: all micro-batches of a call have one width there.
+        variable_seq_lengths=topology.pipeline > 1 and topology.virtual_pipeline is None,
         moe_token_dispatcher_type="alltoall",  # the default one refuses variable lengths, experts or none
         use_cpu_initialization=not ON_GPU,
         perform_initialization=initialise,

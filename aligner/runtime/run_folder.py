@@ -10,6 +10,7 @@ from typing import Any, Iterable, Mapping, Optional
 
 from aligner.config.groups import RunConfig
 from aligner.runtime.checkpoint_folder import CheckpointFolder
+from aligner.runtime.errors import StorageError
 from aligner.runtime.lock import RunLock
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,13 @@ class RunFolder:
         return self.path / ("run.json" if job == "actor" else f"run_{job}.json")
 
     def lock(self, job: str) -> RunLock:
-        """Create the folder and hold it for a job. UserError, naming the holder, where a live job has it."""
-        return RunLock(self.path / "locks" / f"{job}.json", what=f"the {job} of run {self.path}")
+        """Create the folder and hold it for a job. UserError where a live job has it (named); StorageError where it cannot be made."""
+        try:
+            return RunLock(self.path / "locks" / f"{job}.json", what=f"the {job} of run {self.path}")
+        except OSError as error:
+            raise StorageError(
+                f"the run folder {self.path} cannot be made or written ({error.strerror}): change run.dir or run.name"
+            ) from error
 
     def write_config(self, job: str, yaml: str) -> None:
         self.config(job).write_text(yaml)
@@ -72,6 +78,11 @@ class RunFolder:
         """Write the job's record (JSON values). `started` and `job` are added."""
         known = {"job": job, "started": time.strftime("%Y-%m-%d %H:%M:%S"), **facts}
         self.record(job).write_text(json.dumps(known, indent=1) + "\n")
+
+    def amend_record(self, job: str, **facts: Any) -> None:
+        """Add to the job's record what became true later."""
+        known = json.loads(self.record(job).read_text())
+        self.record(job).write_text(json.dumps({**known, **facts}, indent=1) + "\n")
 
     def write_samples(self, path: Path, samples: Iterable[dict[str, Any]]) -> None:
         """Write one JSON object a line to rollouts(step) or validation(step), whole or not at all."""

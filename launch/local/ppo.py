@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+REFUSALS = (2, 3, 4)  # exit codes of aligner/runtime/exit_codes.py: starting again as it was would not help
 GRACE = 30.0  # seconds a job gets to end by itself before it is killed
 
 
@@ -49,11 +50,10 @@ def start(argv: list[str], output) -> subprocess.Popen:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """SIGTERM to the job's first process, which ends its own tree; SIGKILL to what is left of the tree after the grace.
+    """Wait for a job that was sent SIGTERM, which ends its own tree; SIGKILL to what is left of the tree after the grace.
 
     Not to its process group: torchrun's workers and Triton have sessions of their own."""
     if process.poll() is None:
-        process.terminate()
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -81,7 +81,12 @@ def main() -> int:
         jobs.append(actor)
         return watch(actor, critic, args.critic_log)
     finally:
-        for job in reversed(jobs):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave a job behind
+        for job in jobs:
+            if job.poll() is None:
+                job.terminate()
+        for job in jobs:
             stop(job)
 
 
@@ -92,13 +97,19 @@ def watch(actor: subprocess.Popen, critic: subprocess.Popen, critic_log) -> int:
         time.sleep(0.2)
         if critic.poll() not in (None, 0) and critic_failed_at is None:
             critic_failed_at = time.monotonic()
-            where = f"; its output is in {critic_log}" if critic_log else ""
+            where = f"; the end of {critic_log}:\n{tail(critic_log)}" if critic_log else ""
             print(f"the critic job ended with exit code {critic.returncode}{where}", file=sys.stderr, flush=True)
+            if critic.returncode in REFUSALS:  # the actor would wait for it in vain
+                return critic.returncode
         if critic_failed_at and time.monotonic() - critic_failed_at > GRACE:
             return critic.returncode
     with contextlib.suppress(subprocess.TimeoutExpired):  # `stop` ends it then
         critic.wait(GRACE if actor.returncode == 0 else 0.1)
     return actor.returncode
+
+
+def tail(file: Path, lines: int = 8) -> str:
+    return "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
 
 
 if __name__ == "__main__":
