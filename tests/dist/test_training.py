@@ -66,6 +66,7 @@ GRIDS = {
         (PIPELINE, 2, False),
         (PIPELINE, 1, True),
         (VIRTUAL, 2, False),
+        (VIRTUAL, 4, False),  # as many micro-batches as stages
     ],
     4: [(ONE, 2, True), ((2, 2, None, False), 2, False), ((2, 2, 2, True), 1, False)],
 }
