@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Optional
 
 from aligner.data.batch import Score
 from aligner.data.tasks import HASH_SEED
+from aligner.rewards.replies import WorkerFailed, failure, read_error, read_reply, read_score
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 # Nothing else of the environment reaches a verifier: a token in it would be at the mercy of the user's function.
@@ -31,10 +32,7 @@ REASONS = {
 }
 MAX_REPLY = 1 << 20
 MAX_FAILED_STARTS = 3
-
-
-class WorkerFailed(Exception):
-    """The process hung, died or spoke nonsense; it must be replaced. The message says which."""
+CLOSED = "the verifier pool was closed"
 
 
 class WorkerProcess:
@@ -54,14 +52,16 @@ class WorkerProcess:
         )
         os.set_blocking(self._process.stdin.fileno(), False)
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._received = b""
+        self._received, self._number = b"", 0  # request 0 is the start
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: dict[str, Any], deadline: float) -> None:
-        rest = memoryview(json.dumps(message).encode() + b"\n")
+    def send(self, request: dict[str, Any], deadline: float) -> None:
+        """Give the request the next number, which each reply to it must carry."""
+        self._number += 1
+        rest = memoryview(json.dumps({**request, "number": self._number}).encode() + b"\n")
         while rest:
             self._wait(self._process.stdin, select.POLLOUT, deadline)
             try:
@@ -84,10 +84,7 @@ class WorkerProcess:
             if len(self._received) > MAX_REPLY:
                 raise WorkerFailed(f"its reply is longer than {MAX_REPLY} bytes")
         line, _, self._received = self._received.partition(b"\n")
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise WorkerFailed(f"its reply is not JSON: {line[:80]!r}") from error
+        return read_reply(line, self._number)
 
     def _wait(self, pipe: Any, event: int, deadline: float) -> None:
         poll = select.poll()
@@ -138,10 +135,6 @@ class Job(NamedTuple):
     batch: Batch
     at: int
     request: dict[str, Any]
-
-    def fail(self, why: str) -> None:
-        # NaN: whoever overlooks the error and trains on the value is stopped by the first mask that covers it
-        self.batch.put(self.at, Score(float("nan"), error=why))
 
 
 class WorkerPool:
@@ -198,22 +191,23 @@ class WorkerPool:
         try:
             reply = worker.receive(time.monotonic() + self._start_timeout)
             if "ready" not in reply:
-                raise ValueError(reply["error"])
+                raise ValueError(read_error(reply))
         except BaseException:
             worker.kill()
             raise
         return worker
 
-    def ask(self, worker: WorkerProcess, job: Job) -> dict[str, Any]:
+    def ask(self, worker: WorkerProcess, request: dict[str, Any]) -> Score:
+        """A score, or an error of the verifier's own. Raises WorkerFailed."""
         prepared_by = time.monotonic() + self._start_timeout
-        worker.send(job.request, prepared_by)
+        worker.send(request, prepared_by)
         reply = worker.receive(prepared_by)
-        if "started" not in reply:
-            return reply
-        try:
-            return worker.receive(time.monotonic() + self._timeout)
-        except WorkerFailed as error:
-            raise WorkerFailed(f"{error} (reward.timeout={self._timeout:g} s)") from error
+        if "started" in reply:
+            try:
+                reply = worker.receive(time.monotonic() + self._timeout)
+            except WorkerFailed as error:
+                raise WorkerFailed(f"{error} (reward.timeout={self._timeout:g} s)") from error
+        return read_score(reply)
 
     def close(self) -> None:
         """End all processes; responses that still wait get an error. Safe to call twice."""
@@ -258,27 +252,24 @@ class Slot:
         except BaseException as error:
             self.first_start.set_exception(RuntimeError(f"a verifier process did not start: {error}"))
         while (job := self._pool.next_job()) is not None:
-            if self._pool.closed:
-                job.fail("the verifier pool was closed")
-            else:
-                self._score(job)
+            job.batch.put(job.at, self._score(job))
         self._drop()
 
-    def _score(self, job: Job) -> None:
+    def _score(self, job: Job) -> Score:
+        """A score or an error, and never an exception: without this thread the batch would be waited for without end."""
         try:
-            if self.worker is None:
-                self._restart()
-            reply = self._pool.ask(self.worker, job)
-        except Exception as error:
-            self._drop()
-            closed = "the verifier pool was closed" if self._pool.closed else f"the verifier failed: {error}"
-            job.fail(closed)
-            return
-        if "error" in reply:
-            job.fail(reply["error"])
-            return
-        parts = dict(reply["parts"])
-        job.batch.put(job.at, Score(parts.pop("reward"), parts))
+            if not self._pool.closed:
+                if self.worker is None:
+                    self._restart()
+                return self._pool.ask(self.worker, job.request)
+            why = CLOSED
+        except BaseException as error:
+            why = CLOSED if self._pool.closed else f"the verifier failed: {str(error) or type(error).__name__}"
+            try:
+                self._drop()
+            except BaseException as left:
+                why += f"; its process could not be ended: {left}"
+        return failure(why)
 
     def _restart(self) -> None:
         # A verifier that cannot come up any more must not cost each of the waiting responses a start's deadline.

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import math
+import struct
 import sys
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -103,22 +104,29 @@ class FunctionVerifier:
         result = self._function(response, prepared)
         parts = result if isinstance(result, dict) else {"reward": result}
         for name, value in parts.items():
-            if not isinstance(name, str) or _number(value) is None:
+            if not isinstance(name, str) or finite_number(value) is None:
                 raise TypeError(
-                    f"{self.name} returned {name!r}: {value!r}; it must return a finite number or a dict of them by name"
+                    f"{self.name} returned {name!r}: {value!r}; it must return a number that is finite in float32, "
+                    "or a dict of them by name"
                 )
         if not parts:
             raise TypeError(f"{self.name} returned an empty dict")
-        numbers_ = {name: _number(value) for name, value in parts.items()}
-        return numbers_ if "reward" in numbers_ else {"reward": sum(numbers_.values()), **numbers_}
+        numbers_ = {name: finite_number(value) for name, value in parts.items()}
+        if "reward" in numbers_:
+            return numbers_
+        total = sum(numbers_.values())
+        if finite_number(total) is None:
+            raise TypeError(f"{self.name} returned parts whose sum {total!r} is not finite in float32: {parts!r}")
+        return {"reward": total, **numbers_}
 
 
-def _number(value: Any) -> Optional[float]:
-    """A finite float of what a user may return, numpy and torch scalars included; None of all else."""
+def finite_number(value: Any) -> Optional[float]:
+    """A float, finite in float32 too, of what a user may return, numpy and torch scalars included; None of all else."""
     if value is None or isinstance(value, (str, bytes, dict, list, tuple)):
         return None
     try:
         number = float(value)
+        struct.pack("<f", number)  # raises OverflowError where it would be an infinity in float32, as rewards are
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

@@ -1,7 +1,7 @@
 """A verifier process: `python -m aligner.rewards.worker SPEC`, started and killed by pool.py. One JSON object a line on both pipes.
 
 It says {"ready"} or {"error"} once; then, for each request, {"started"} when the slow preparation is over (the deadline of one score
-runs from there) and {"parts"} or {"error"}."""
+runs from there) and {"parts"} or {"error"}. Each carries the "number" of its request; that of the start is 0."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Optional
 
 from aligner.rewards.verifiers import FunctionVerifier, TaskVerifier
 
@@ -74,30 +74,45 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000] + at
 
 
+def exit_code(raised: Optional[BaseException]) -> int:
+    """What Python would exit with after this exception, or after none."""
+    if not isinstance(raised, SystemExit):
+        return int(raised is not None)
+    if raised.code is None or isinstance(raised.code, int):
+        return int(raised.code or 0) & 0xFF
+    return 1
+
+
 def serve(spec: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
-    def reply(**message: Any) -> None:
-        replies.write(json.dumps(message).encode() + b"\n")
+    pid = os.getpid()
+
+    def reply(number: int, *, raised: Optional[BaseException] = None, **message: Any) -> None:
+        # The user's code forked and came back in the child too: the child must not answer for the worker.
+        if os.getpid() != pid:
+            os._exit(exit_code(raised))
+        replies.write(json.dumps({"number": number, **message}).encode() + b"\n")
         replies.flush()
 
     try:
         verifier = build_verifier(spec)
     except BaseException as error:  # the user's file may raise anything, SystemExit too
-        reply(error=str(error) if isinstance(error, ValueError) else describe(error))
+        reply(0, raised=error, error=str(error) if isinstance(error, ValueError) else describe(error))
         return
-    reply(ready=True)
+    reply(0, ready=True)
     if spec["kind"] == "task":
         with contextlib.suppress(ImportError):  # each request says it again, by name
             import reasoning_gym  # noqa: F401  3 s that pass while the first responses are generated
     for line in requests:
         request = json.loads(line)
+        number = request["number"]
         try:
             limit_cpu(spec["start_timeout"])
             prepared = verifier.prepare(request["sample"])
             limit_cpu(spec["timeout"])
-            reply(started=True)
-            reply(parts=verifier.score(prepared, request["response"], request["sample"]))
+            reply(number, started=True)
+            reply(number, parts=verifier.score(prepared, request["response"], request["sample"]))
         except BaseException as error:
-            reply(error=describe(error))
+            reply(number, raised=error, error=describe(error))
 
 
 def main() -> None:

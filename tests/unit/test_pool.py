@@ -13,7 +13,7 @@ import pytest
 
 from aligner.config.groups import RewardConfig, RewardKind
 from aligner.data.batch import ScoreRow
-from aligner.rewards.pool import WorkerPool
+from aligner.rewards.pool import WorkerPool, WorkerProcess
 from aligner.rewards.source import build_reward
 
 FUNCTIONS = '''
@@ -40,6 +40,20 @@ def act(response, sample):
     if response == "environment": return {k: 1 for k in os.environ}
     if response == "modules": return float("torch" in sys.modules or "numpy" in sys.modules)
     if response == "pid": return os.getpid()
+    if response == "large number": return 1e300
+    if response.startswith("fork and return"): os.fork()
+    if response.startswith("fork and be late") and os.fork() == 0: time.sleep(0.2)
+    if response.startswith("fork and exit") and os.fork() == 0: sys.exit(0)
+    if response.startswith("fork and raise") and os.fork() == 0: raise KeyError("the child's")
+    if response == "fork and wait":
+        child = os.fork()
+        if child == 0: sys.exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if response == "fork and die" and os.fork() != 0: os._exit(5)
+    if response == "speak":
+        for pipe in range(3, 20):
+            try: os.write(pipe, sample["line"].encode() + b"\\n")
+            except OSError: pass  # not open, or the pipe of the requests
     return len(response)
 '''
 
@@ -133,6 +147,103 @@ def test_a_file_that_grows_without_end_is_stopped(pool, tmp_path):
 
 def test_what_a_function_prints_or_reads_does_not_touch_the_protocol(pool):
     assert [s.value for s in ask(pool, "print", "stdin", "abc")] == [5.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("way", ["return", "be late", "exit", "raise"])
+def test_a_child_that_comes_back_from_the_function_does_not_answer(file, way):
+    texts = [f"fork and {way}" + "x" * n for n in range(30)]
+    pool = make(file)
+    try:
+        pids = pool.pids
+        scores = ask(pool, *texts, "a", "ab", "abc")
+        assert [s.error for s in scores] == [None] * 33
+        assert [s.value for s in scores] == [*map(len, texts), 1.0, 2.0, 3.0]
+        assert pool.pids == pids, "the process that was asked goes on"
+    finally:
+        pool.close()
+
+
+def test_a_child_ends_with_its_own_exit_code(pool):
+    assert [s.value for s in ask(pool, "fork and wait", "abc")] == [7.0, 3.0]
+
+
+def test_a_child_does_not_answer_for_a_worker_that_died(file):
+    pool = make(file)
+    try:
+        failed, after = ask(pool, "fork and die", "abc")
+        assert math.isnan(failed.value) and "exit code 5" in failed.error
+        assert after.value == 3.0
+    finally:
+        pool.close()
+
+
+def test_a_file_that_forks_when_it_is_imported_gives_one_worker(tmp_path):
+    path = tmp_path / "forks.py"
+    path.write_text("import os\nos.fork()\ndef f(response, sample): return len(response)")
+    pool = make(path, "f")
+    try:
+        texts = ["x" * n for n in range(30)]
+        assert [s.value for s in ask(pool, *texts)] == list(range(30))
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        ("rubbish", "its reply is not JSON"),
+        ("5", "its reply is not an object"),
+        ('{"parts": {"reward": 9}}', "its reply is not to request 2"),
+        ('{"number": 1, "parts": {"reward": 9}}', "its reply is not to request 2"),
+        ('{"number": 2, "parts": {"reward": NaN}}', "its reply is not finite numbers"),
+        ('{"number": 2, "parts": [9]}', "its reply is not finite numbers"),
+        ('{"number": 2}', "its reply makes no sense"),
+    ],
+)
+def test_a_line_that_is_no_reply_is_an_error_and_the_process_is_replaced(file, line, message):
+    pool = make(file)
+    try:
+        (first,) = pool.pids
+        before, failed, after = ask(pool, "ab", "speak", "abc", line=line)
+        assert message in failed.error and math.isnan(failed.value)
+        assert (before.value, after.value) == (2.0, 3.0)
+        assert gone([first]) and pool.pids != [first]
+    finally:
+        pool.close()
+
+
+def test_a_number_that_is_infinite_in_float32_is_an_error(pool):
+    large, after = ask(pool, "large number", "abc")
+    assert "act returned 'reward': 1e+300" in large.error and math.isnan(large.value)
+    assert after.value == 3.0
+
+
+@pytest.mark.parametrize("error", [KeyError("parts"), MemoryError(), SystemExit(1), KeyboardInterrupt()])
+@pytest.mark.parametrize("killing_fails", [False, True])
+def test_whatever_goes_wrong_in_its_thread_each_response_is_answered(file, monkeypatch, error, killing_fails):
+    pool = make(file)
+    first, answers, whole_kill = pool._slots[0].worker, iter([error]), WorkerProcess.kill
+
+    def ask_once_in_vain(*arguments):
+        for raised in answers:
+            raise raised
+        return WorkerPool.ask(pool, *arguments)
+
+    def kill(worker):
+        whole_kill(worker)
+        if worker is first and killing_fails:
+            raise PermissionError("not yours")
+
+    monkeypatch.setattr(pool, "ask", ask_once_in_vain)
+    monkeypatch.setattr(WorkerProcess, "kill", kill)
+    try:
+        failed, *rest = ask(pool, "a", "ab", "abc")
+        assert "the verifier failed: " in failed.error and math.isnan(failed.value)
+        assert ("could not be ended: not yours" in failed.error) == killing_fails
+        assert [s.value for s in rest] == [2.0, 3.0]
+        assert gone([first.pid]) and pool.pids != [first.pid]
+    finally:
+        pool.close()
 
 
 def test_no_token_reaches_a_worker_and_torch_is_not_imported(file, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from aligner.rewards.text_evaluation import evaluating_call
-from aligner.rewards.verifiers import FunctionVerifier, TaskVerifier, load_function
+from aligner.rewards.verifiers import FunctionVerifier, TaskVerifier, finite_number, load_function
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 CONFIG = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 50}
@@ -109,6 +109,9 @@ def answer(response, sample): return float(response == sample["answer"])
 def nothing(response, sample): return None
 def text(response, sample): return "1"
 def nan(response, sample): return math.nan
+def large(response, sample): return 1e300
+def large_part(response, sample): return {"reward": 1, "a": -1e300}
+def large_sum(response, sample): return {"a": 3e38, "b": 3e38}
 def nested(response, sample): return {"a": {"b": 1}}
 def empty(response, sample): return {}
 def one_argument(response): return 1
@@ -146,6 +149,25 @@ def test_a_function_sees_the_answer_of_a_task(file):
 def test_a_result_that_is_no_number_raises(file, name):
     with pytest.raises(TypeError, match=f"mine.py:{name} returned"):
         score(FunctionVerifier(f"{file}:{name}"), "abc", {"ended": True})
+
+
+@pytest.mark.parametrize(
+    "name,message",
+    [
+        ("large", r"large returned 'reward': 1e\+300; it must return a number that is finite in float32"),
+        ("large_part", r"large_part returned 'a': -1e\+300"),
+        ("large_sum", r"large_sum returned parts whose sum 6e\+38 is not finite in float32"),
+    ],
+)
+def test_a_result_that_is_infinite_in_float32_raises(file, name, message):
+    with pytest.raises(TypeError, match=message):
+        score(FunctionVerifier(f"{file}:{name}"), "abc", {"ended": True})
+
+
+def test_the_largest_float32_is_still_a_number():
+    largest = (2 - 2**-23) * 2.0**127
+    assert finite_number(largest) == largest and finite_number(-largest) == -largest
+    assert finite_number(2.0**128) is None
 
 
 @pytest.mark.parametrize(
