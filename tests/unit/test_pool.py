@@ -42,7 +42,6 @@ def act(response, sample):
     if response == "pid": return os.getpid()
     if response == "large number": return 1e300
     if response.startswith("fork and return"): os.fork()
-    if response.startswith("fork and be late") and os.fork() == 0: time.sleep(0.2)
     if response.startswith("fork and exit") and os.fork() == 0: sys.exit(0)
     if response.startswith("fork and raise") and os.fork() == 0: raise KeyError("the child's")
     if response == "fork and wait":
@@ -149,7 +148,7 @@ def test_what_a_function_prints_or_reads_does_not_touch_the_protocol(pool):
     assert [s.value for s in ask(pool, "print", "stdin", "abc")] == [5.0, 0.0, 3.0]
 
 
-@pytest.mark.parametrize("way", ["return", "be late", "exit", "raise"])
+@pytest.mark.parametrize("way", ["return", "exit", "raise"])
 def test_a_child_that_comes_back_from_the_function_does_not_answer(file, way):
     texts = [f"fork and {way}" + "x" * n for n in range(30)]
     pool = make(file)
