@@ -70,7 +70,10 @@ def start_job(config: Any, name: str) -> Job:
 
     Raises ConfigError or UserError, on every rank, before any model is built."""
     launch = detect_launch(os.environ)
-    shape = checkpoint_shape(config.model.checkpoint).with_layers(config.model.num_layers)
+    try:
+        shape = checkpoint_shape(config.model.checkpoint).with_layers(config.model.num_layers)
+    except ValueError as error:
+        raise ConfigError(str(error) if "model." in str(error) else f"model.checkpoint={error}") from error
     if problems := grid_problems(config.parallel, launch.world_size, shape):
         raise ConfigError(*problems)
     topology = start(config.parallel, config.run.seed)
