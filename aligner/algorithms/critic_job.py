@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aligner.algorithms.assemble import Job
 from aligner.algorithms.schedule import mini_batches
+from aligner.algorithms.updates import train_in_turn
 from aligner.config.groups import RewardKind, RewardPlace
 from aligner.config.jobs import ActorConfig, CriticConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
@@ -76,21 +77,12 @@ class CriticJob:
         self._initial = False
         seed, size = self.config.run.seed, settings.mini_batch_size
         orders = [mini_batches(rows, size, seed=seed, step=step, epoch=epoch) for epoch in range(settings.epochs)]
-        applied, skipped = [], 0
-        for number, chosen in enumerate(chosen for order in orders for chosen in order):
-            mini_batch = _mini_batch(batch, chosen)
-            update = self.critic.train(mini_batch)
-            if update["empty"]:
-                continue
-            if update["skipped"]:
-                skipped += 1
-                where = self.keep_batch(f"critic_step_{step}_update_{number}", vars(mini_batch))
-                log.warning("step %d: update %d was skipped, its loss or gradient is not finite%s", step, number, where)
-            else:
-                applied.append(update)
+        batches = (_mini_batch(batch, chosen) for order in orders for chosen in order)
+        metrics = train_in_turn(
+            batches, self.critic.train, step=step, keep_batch=lambda name, b: self.keep_batch(f"critic_{name}", b)
+        )
         self.step = step
-        means = {key: sum(u[key] for u in applied) / len(applied) for key in (applied[0] if applied else {})}
-        return {**means, "skipped": float(skipped)}
+        return metrics
 
     def prepare_save(self, step: int, folder: Path) -> None:
         """First phase of a paired save: everything is under `folder`, valid once the actor commits."""

@@ -1,6 +1,5 @@
 """PPO (Schulman et al. 2017) with a served critic: a step reads top to bottom."""
 
-import logging
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Callable, Iterator, Optional
@@ -11,8 +10,9 @@ from aligner.algorithms.agreement import on_all
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.pairs import PairedCheckpoints
-from aligner.algorithms.records import mean_metrics, part_means, sample_rows, warn_of_drift
+from aligner.algorithms.records import part_means, sample_rows, warn_of_drift
 from aligner.algorithms.schedule import mini_batches
+from aligner.algorithms.updates import train_in_turn
 from aligner.algorithms.validation import Validator
 from aligner.config.jobs import ActorConfig
 from aligner.data.batch import Request, Rollouts, Sample
@@ -28,8 +28,6 @@ from aligner.rollout.refit import certified_refit
 from aligner.runtime import faults
 from aligner.runtime.errors import AgreedError
 from aligner.runtime.recorder import Recorder
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -213,19 +211,10 @@ class PPOTrainer:
         """The policy's epochs and mini-batches; means of their metrics over the updates applied. Nothing in critic warm-up."""
         if step <= self.ppo.critic_warmup_steps:
             return {}
-        applied, skipped = [], 0
-        for number, batch in enumerate(self.policy_mini_batches(step, experience)):
-            update = self.policy.train(batch)
-            if update["empty"]:
-                continue
-            if update["skipped"]:
-                skipped += 1
-                where = self.recorder.keep_batch(f"step_{step}_update_{number}", vars(batch))
-                log.warning("step %d: update %d was skipped, its loss or gradient is not finite%s", step, number, where)
-            else:
-                applied.append(update)
+        batches = self.policy_mini_batches(step, experience)
+        metrics = train_in_turn(batches, self.policy.train, step=step, keep_batch=self.recorder.keep_batch)
         self.state.weight_version += 1
-        return {**mean_metrics("policy", applied), "policy/skipped": skipped}
+        return {f"policy/{key}": value for key, value in metrics.items()}
 
     def policy_mini_batches(self, step: int, experience: Experience) -> Iterator[PolicyMiniBatch]:
         rollouts, size = experience.rollouts, self.ppo.mini_batch_size

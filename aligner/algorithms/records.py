@@ -16,11 +16,6 @@ def part_means(prefix: str, scores: list[Score]) -> dict[str, float]:
     return {f"{prefix}/{part}": sum(s.parts.get(part, 0.0) for s in scores) / len(scores) for part in parts}
 
 
-def mean_metrics(prefix: str, updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over updates; nothing where there are none."""
-    return {f"{prefix}/{key}": sum(u[key] for u in updates) / len(updates) for key in (updates[0] if updates else {})}
-
-
 def warn_of_drift(step: int, drift: float, *, alarm: float) -> None:
     if drift > alarm:
         log.warning(
