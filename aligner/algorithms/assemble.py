@@ -234,4 +234,7 @@ def finish(job: Job, trainer: PPOTrainer, critic: Optional[Critic], *, complete:
         if complete:
             job.folder.amend_record(job.name, complete=True)
         trainer.recorder.close()
+        if not complete:
+            steps = f"{trainer.state.step} of {trainer.config.run.max_steps} steps"
+            print(f"stopped after {steps}, with a checkpoint: the same command continues it", flush=True)
         print(f"report: {write_report(job.folder.path)}", flush=True)

@@ -1,6 +1,7 @@
 """Checks between keys. Each names the keys and their values, and what to change. The grid is checked where the rank count is known."""
 
 import math
+import os
 import string
 from pathlib import Path
 from typing import Any, Iterator
@@ -8,6 +9,7 @@ from typing import Any, Iterator
 from aligner.config.groups import (
     Advantage,
     CriticPlace,
+    ParallelConfig,
     RewardKind,
     RewardPlace,
     Schedule,
@@ -17,9 +19,6 @@ from aligner.config.jobs import ActorConfig, CriticConfig
 
 POSITIVE = [
     "run.max_steps",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.virtual_pipeline",
     "parallel.timeout",
     "model.num_layers",
     "optim.eps",
@@ -76,6 +75,8 @@ NOT_NEGATIVE = [
     "logging.drift_alarm",
 ]
 
+LONGEST_NAME = 255  # bytes, on the file systems that Linux uses
+
 AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout"]
 
 
@@ -83,7 +84,7 @@ def problems(config: Any) -> list[str]:
     """One line a problem of a job's settings; empty where they fit together."""
     found = list(_ranges(config))
     found += _optim(config.optim)
-    found += _parallel(config.parallel)
+    found += degree_problems(config.parallel)
     found += _reward(config.reward)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
@@ -114,15 +115,30 @@ def _ranges(config: Any) -> Iterator[str]:
 
 
 def _run(run: Any) -> Iterator[str]:
-    if not run.name or "/" in run.name or run.name.startswith("."):
-        yield f"run.name={run.name!r} must name a folder inside run.dir: no slash, no leading dot"
+    if not run.name or "/" in run.name or run.name.startswith(".") or run.name != run.name.strip():
+        yield f"run.name={run.name!r} must name a folder inside run.dir: no slash, no leading dot, no space at either end"
+    elif not run.name.isprintable():
+        yield f"run.name={run.name!r} must hold printable characters alone: no line breaks, no control characters"
+    elif len(os.fsencode(run.name)) > LONGEST_NAME:
+        yield f"run.name is {len(os.fsencode(run.name))} bytes long, and a folder's name has {LONGEST_NAME} at most"
+    if "\0" in run.dir:
+        yield f"run.dir={run.dir!r} is no path"
 
 
-def _parallel(parallel: Any) -> Iterator[str]:
+def degree_problems(parallel: ParallelConfig) -> list[str]:
+    """What is wrong with the degrees of a grid, whatever the number of ranks and the model (parallel/topology.py checks those)."""
+    found = [
+        f"parallel.{name}={degree} must be at least 1"
+        for name in ("tensor", "pipeline", "virtual_pipeline")
+        if (degree := getattr(parallel, name)) is not None and degree < 1
+    ]
     if parallel.sequence and parallel.tensor == 1:
-        yield "parallel.sequence=true needs parallel.tensor > 1, and it is 1"
+        found.append("parallel.sequence=true needs parallel.tensor > 1, and it is 1: set parallel.sequence=false")
     if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
-        yield f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline > 1, and it is 1"
+        found.append(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline > 1, and it is 1: leave it out"
+        )
+    return found
 
 
 def _optim(optim: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Optional
 from torch.distributed import ProcessGroup
 
 from aligner.config.groups import ParallelConfig
+from aligner.config.validate import degree_problems
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,10 @@ def grid_problems(parallel: ParallelConfig, world_size: int, shape=None) -> list
     """What is wrong with a grid, each as a sentence with the rule, the numbers and the keys to change; empty where nothing is.
 
     shape: a ModelShape (or anything with its fields), or None to check the grid alone."""
-    degrees = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "virtual_pipeline": parallel.virtual_pipeline}
-    bad = [f"parallel.{k} must be at least 1, got {v}" for k, v in degrees.items() if v is not None and v < 1]
-    if bad:
-        return bad
-    problems = _world_problems(parallel, world_size)
+    problems = degree_problems(parallel)
+    if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline or 1) < 1:
+        return problems
+    problems += _world_problems(parallel, world_size)
     return problems + (_shape_problems(parallel, shape) if shape is not None else [])
 
 
@@ -63,12 +63,6 @@ def _world_problems(p: ParallelConfig, world_size: int) -> list[str]:
         problems.append(
             f"the number of ranks must be a multiple of parallel.tensor * parallel.pipeline: {world_size} ranks, "
             f"{p.tensor} * {p.pipeline} = {p.tensor * p.pipeline}; change one of the two or the number of ranks"
-        )
-    if p.sequence and p.tensor == 1:
-        problems.append("parallel.sequence=true needs parallel.tensor > 1, got 1; set parallel.sequence=false")
-    if p.virtual_pipeline is not None and p.pipeline == 1:
-        problems.append(
-            f"parallel.virtual_pipeline={p.virtual_pipeline} needs parallel.pipeline > 1, got 1; leave parallel.virtual_pipeline out"
         )
     return problems
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -23,6 +24,10 @@ DISK_TEXTS = (
     "pytorchstreamwriter failed",
     "unexpected pos",
 )
+
+
+# How gloo and NCCL say that a collective's peer is gone
+PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 
 
 class UserError(ValueError):
@@ -93,6 +98,15 @@ def is_disk_full(error: BaseException) -> bool:
     )
 
 
+def lost_peer(error: BaseException) -> Optional[str]:
+    """What gloo or NCCL said where a collective failed because another rank is gone, in one short line; None for other errors."""
+    for e in chain(error):
+        text = " ".join(str(e).split())
+        if isinstance(e, RuntimeError) and any(known in text.lower() for known in PEER_TEXTS):
+            return re.sub(r"^\[\S+\] ", "", text).split(". ")[0]  # without the source line and the advice
+    return None
+
+
 @contextlib.contextmanager
 def disk_full_is_named(folder: Path, what: str) -> Iterator[None]:
     """Turn a full disk while writing `what` under `folder` into a StorageError that says so."""
@@ -145,7 +159,9 @@ def report_error(error: BaseException, *, rank: int) -> ExitCode:
     code = exit_code_of(error)
     if log_files():
         logging.getLogger("aligner").error("ended by an error", exc_info=error, extra={"file_only": True})
-    if not is_one_sentence(error) or (code is ExitCode.FAULT and not log_files()):
+    if log_files() and not is_one_sentence(error) and (said := lost_peer(error)):
+        _report_lost_peer(said, rank)
+    elif not is_one_sentence(error) or (code is ExitCode.FAULT and not log_files()):
         traceback.print_exception(error)
     elif rank == 0 or not getattr(error, "on_every_rank", False):
         where = f"[rank {rank}] " if rank else ""
@@ -154,6 +170,17 @@ def report_error(error: BaseException, *, rank: int) -> ExitCode:
     else:
         time.sleep(PATIENCE)  # a launcher ends the job with the first rank that does: let rank 0 speak
     return code
+
+
+def _report_lost_peer(said: str, rank: int) -> None:
+    """The rank that ended first is the one to be heard: its own error, or the launcher's word about the signal that killed it."""
+    time.sleep(PATIENCE)
+    if rank == 0:
+        print(
+            f"error: another rank of this job is gone ({said})\n(traceback: {log_files()[0]})",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:

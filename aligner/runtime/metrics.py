@@ -30,9 +30,21 @@ def plain_row(metrics: Mapping[str, Any]) -> dict[str, float | int]:
     return {key: plain_number(key, value) for key, value in metrics.items()}
 
 
+# JSON allows them in a string as they are, and readers that split a text into lines, as str.splitlines does, break there.
+_LINE_BREAKS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
+
+
+def one_line(value: Mapping[str, Any]) -> str:
+    """JSON that is one line for every reader, with other scripts' letters as they are."""
+    text = json.dumps(value, ensure_ascii=False).translate(_LINE_BREAKS)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")  # half of a surrogate pair: \udXXX, as JSON has it
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a file with one a line. A last line that a killed process left unfinished is dropped."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    if lines and not lines[-1]:
+        lines.pop()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

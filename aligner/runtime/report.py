@@ -4,6 +4,7 @@ A run that has not ended is reported as far as it got."""
 
 import json
 import sys
+import time
 from html import escape
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -115,6 +116,8 @@ def _jobs(run: RunFolder) -> str:
     cards = []
     for name, endpoint in names.items():
         facts = {**_read_json(run.record(name)), **endpoint}
+        if isinstance(facts.get("started"), float):  # an endpoint file has seconds since the epoch
+            facts["started"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
         if facts:
             cards.append(f"<div class='card'><b>{escape(name)} job</b>{_facts(facts)}</div>")
     return f"<h2>Jobs</h2><div class='cards'>{''.join(cards)}</div>" if cards else ""

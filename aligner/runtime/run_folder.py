@@ -12,6 +12,7 @@ from aligner.config.groups import RunConfig
 from aligner.runtime.checkpoint_folder import CheckpointFolder
 from aligner.runtime.errors import StorageError
 from aligner.runtime.lock import RunLock
+from aligner.runtime.metrics import one_line
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class RunFolder:
         """Write one JSON object a line to rollouts(step) or validation(step), whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+        beside.write_text("".join(one_line(sample) + "\n" for sample in samples), encoding="utf-8")
         beside.replace(path)
 
     def keep_batch(self, name: str, tensors: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSALS = (2, 3, 4)  # exit codes of aligner/runtime/exit_codes.py: starting again as it was would not help
+SAVING = 600  # seconds that ranks get after Ctrl-C to end their step and save; torchrun's own limit is 30
 GRACE = 30.0  # seconds a job gets to end by itself before it is killed
 
 
@@ -38,6 +39,7 @@ def command(script: str, ranks: int, config: str, overrides: list[str]) -> list[
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "aligner.runtime.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher += ["--shutdown-timeout", str(SAVING)]
     return [*launcher, str(ROOT / script), "--config-name", config, *overrides]
 
 
@@ -50,18 +52,20 @@ def start(argv: list[str], output) -> subprocess.Popen:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Wait for a job that was sent SIGTERM, which ends its own tree; SIGKILL to what is left of the tree after the grace.
-
-    Not to its process group: torchrun's workers and Triton have sessions of their own."""
+    """Wait for a job that was sent SIGTERM, which ends its own tree; SIGKILL to what is left of the tree after the grace."""
     if process.poll() is None:
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
-            tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-            for member in tree:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.kill()
-            process.wait()
+            kill(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to a job's tree. Not to its process group: torchrun's workers and Triton have sessions of their own."""
+    for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
 
 
 def main() -> int:
@@ -80,14 +84,28 @@ def main() -> int:
         actor = start(command("train_ppo_actor.py", args.actor_ranks, args.actor_config, args.both + args.actor), None)
         jobs.append(actor)
         return watch(actor, critic, args.critic_log)
+    except KeyboardInterrupt:
+        print("stopping: the step that runs is ended and saved first; Ctrl-C again ends it at once", file=sys.stderr)
+        return interrupted(jobs)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave a job behind
-        for job in jobs:
+            signal.signal(number, signal.SIG_IGN)  # another Ctrl-C must not leave a job behind
+        for job in reversed(jobs):  # the actor first: it saves with the critic's help
             if job.poll() is None:
                 job.terminate()
-        for job in jobs:
             stop(job)
+
+
+def interrupted(jobs: list[subprocess.Popen]) -> int:
+    """Ask the actor to stop as Ctrl-C asks a job, and wait for it, with the critic alive. Another Ctrl-C kills it."""
+    actor = jobs[-1]
+    try:
+        if len(jobs) > 1 and actor.poll() is None:
+            actor.send_signal(signal.SIGINT)
+            actor.wait()
+    except KeyboardInterrupt:
+        kill(actor)
+    return 130
 
 
 def watch(actor: subprocess.Popen, critic: subprocess.Popen, critic_log) -> int:

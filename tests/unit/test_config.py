@@ -146,6 +146,11 @@ def test_settings_that_fit_have_no_problems():
         ({"data__template": "Answer"}, "must hold"),
         ({"data__template": "{prompt"}, "data.template='{prompt'"),
         ({"run__name": "a/b"}, "no slash"),
+        ({"run__name": "a\nb"}, "no line breaks"),
+        ({"run__name": "a\x07b"}, "no control characters"),
+        ({"run__name": "a "}, "no space at either end"),
+        ({"run__name": "ä" * 200}, "400 bytes long"),
+        ({"parallel__pipeline": -2}, "parallel.pipeline=-2 must be at least 1"),
         ({"ppo__critic_warmup_steps": 100}, "leaves no step of run.max_steps=100"),
     ],
 )

@@ -57,6 +57,12 @@ def test_a_resumed_run_has_one_row_a_step(tmp_path, keep, steps):
     assert [row["x"] for row in rows] == [0] * (len(steps) - 1) + [1]
 
 
+def test_lines_end_at_newlines_alone(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": "x\u2028y"}\n{"a": "\x85"}\n', encoding="utf-8")
+    assert read_jsonl(file) == [{"a": "x\u2028y"}, {"a": "\x85"}]
+
+
 def test_a_line_cut_by_a_kill_is_dropped_and_one_in_the_middle_is_named(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2, "x"')

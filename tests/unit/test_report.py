@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -91,6 +92,7 @@ def test_a_whole_run(run):
     run.write_record("actor", pid=4711, grid={"tensor": 1, "data": 2})
     run.endpoints.mkdir()
     endpoint = {"host": "127.0.0.1", "port": 8765, "pid": 4712, "token": "hidden", "grid": {"tensor": 2}}
+    endpoint["started"] = time.mktime((2026, 5, 17, 9, 8, 7, 0, 0, -1))
     (run.endpoints / "critic.json").write_text(json.dumps(endpoint))
     run.write_config("actor", "ppo:\n  clip: 0.2\n")
     path = write_report(run.path)
@@ -104,6 +106,7 @@ def test_a_whole_run(run):
         "4711",
         "4712",
         "8765",
+        "2026-05-17 09:08:07",
         "tensor 1, data 2",
         "0.000 → 0.500",
         "step 0 ± 0.10 and step 4 ± 0.10 (95 %), 60 prompts",

@@ -199,6 +199,16 @@ def test_rewind_drops_what_comes_after_the_checkpoint(run):
     assert not (run.path / "tensorboard").exists()
 
 
+def test_a_sample_is_one_line_for_every_reader(run):
+    """JSON leaves U+2028 and the like as they are, where str.splitlines and some editors break lines."""
+    marks = "".join(map(chr, range(0x20))) + "\x7f\x85\u2028\u2029"
+    samples = [{"response": f"a{mark}b{mark}"} for mark in marks] + [{"response": "ä 中 \ud800"}]
+    run.write_samples(run.rollouts(1), samples)
+    text = run.rollouts(1).read_text(encoding="utf-8")
+    assert [json.loads(line) for line in text.splitlines()] == samples
+    assert "ä 中" in text
+
+
 def test_paths_and_records(run, tmp_path):
     assert run.path == tmp_path / "trial"
     assert not run.path.exists()  # a path alone touches nothing

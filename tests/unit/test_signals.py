@@ -144,13 +144,49 @@ def test_every_rank_names_itself_but_a_config_error_is_said_once(tmp_path):
     assert (silent.returncode, silent.stderr) == (2, "")
 
 
+def under_torchrun(tmp_path: Path, script: str, ranks: int = 2) -> subprocess.CompletedProcess:
+    (tmp_path / "job.py").write_text(script)
+    words = ["-m", "aligner.runtime.torchrun", "--standalone", "--nproc-per-node", str(ranks), "job.py"]
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    return subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+
 def test_under_torchrun_the_sentence_and_the_code_survive(tmp_path):
-    """Both ranks meet the same ConfigError; torchrun's own traceback and exit code 1 do not cover it."""
-    (tmp_path / "job.py").write_text(MAIN.format(body="raise ConfigError('a.b must be positive')"))
-    words = ["-m", "aligner.runtime.torchrun", "--standalone", "--nproc-per-node", "2", "job.py"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    """Both ranks meet the same ConfigError; torchrun's own traceback and exit code 1 do not cover it, nor does its banner about
+    OMP_NUM_THREADS."""
+    done = under_torchrun(tmp_path, MAIN.format(body="raise ConfigError('a.b must be positive')"))
     assert done.returncode == 2
     assert done.stderr == "error: the configuration has a problem: a.b must be positive\n"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from aligner.runtime.errors import run_main
+from aligner.runtime.log import setup_logging
+from aligner.runtime.signals import StopSignals
+StopSignals.install()
+def main():
+    import torch, torch.distributed as dist
+    setup_logging(Path("logs"), job="actor", rank=int(os.environ["RANK"]))
+    dist.init_process_group("gloo")
+    for step in range(100):
+        dist.all_reduce(torch.zeros(1))
+        if step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+run_main(main)
+"""
+
+
+def test_a_killed_rank_is_told_in_sentences_and_the_traceback_is_in_the_log(tmp_path):
+    done = under_torchrun(tmp_path, KILLED)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("error: another rank of this job is gone (Connection ")
+    assert lines[-1] == "error: rank 1 was killed by SIGKILL: by hand, or for memory (dmesg)"
+    assert len(lines) == 3
+    assert "Traceback" in (tmp_path / "logs" / "actor_rank0.log").read_text()
 
 
 def test_classes_of_errors():

@@ -45,9 +45,9 @@ def test_grids_that_fit(grid, world):
     "grid, world, said",
     [
         ({"tensor": 2, "pipeline": 2}, 6, ["6 ranks, 2 * 2 = 4", "parallel.tensor", "parallel.pipeline"]),
-        ({"sequence": True}, 1, ["parallel.sequence=true needs parallel.tensor > 1, got 1"]),
-        ({"virtual_pipeline": 2}, 1, ["parallel.virtual_pipeline=2 needs parallel.pipeline > 1, got 1"]),
-        ({"tensor": 0}, 1, ["parallel.tensor must be at least 1, got 0"]),
+        ({"sequence": True}, 1, ["parallel.sequence=true needs parallel.tensor > 1, and it is 1"]),
+        ({"virtual_pipeline": 2}, 1, ["parallel.virtual_pipeline=2 needs parallel.pipeline > 1, and it is 1"]),
+        ({"tensor": 0}, 1, ["parallel.tensor=0 must be at least 1"]),
     ],
 )
 def test_rules_of_the_grid_alone(grid, world, said):
