@@ -1,8 +1,9 @@
 """Seconds of the demo's step on each of its grids and with each number of threads a rank: how the default was chosen.
 
-    python benchmarks/grids.py [--model DIR] [--steps 4] [--grids one dp2 pp2 tp3] [--threads 1 2]
+    python benchmarks/grids.py [--model DIR] [--steps 4] [--rounds 1] [--grids one dp2 pp2 tp3] [--threads 1 2/1 2]
 
-Both jobs run as in `make demo`, without validation and checkpoints; the first step is warm-up, and all steps train the policy."""
+Both jobs run as in `make demo`, without validation and checkpoints; the first step is warm-up, and all steps train the policy. `2/1` is
+two threads a rank and one while it trains, of both jobs. The alternatives take turns, `rounds` of them."""
 
 import argparse
 import json
@@ -30,23 +31,31 @@ def arguments() -> argparse.Namespace:
         "--model", type=Path, default=ROOT / ".cache" / "SmolLM2-135M-Instruct", help="converted checkpoint"
     )
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="threads a rank, of both jobs")
+    parser.add_argument(
+        "--threads", nargs="+", default=["2/1"], help="a rank of either job: ALL, or OTHERWISE/TRAINING"
+    )
+    parser.add_argument("--both", nargs="*", default=[], metavar="OVERRIDE", help="further settings of both jobs")
     return parser.parse_args()
 
 
-def measure(grid: str, threads: int, *, model: Path, steps: int) -> list[dict]:
-    """metrics.jsonl of one run, without its first step."""
+def command(grid: str, threads: str, folder: str, options: argparse.Namespace) -> list[str]:
     ranks, overrides = GRIDS[grid]
+    general, _, training = threads.partition("/")
+    actor = ["validation.every=0", "checkpoint.at_end=false", "ppo.critic_warmup_steps=0", *overrides]
+    both = ["run.name=grid", f"run.dir={folder}", f"run.max_steps={options.steps}"]
+    both += [f"model.checkpoint={options.model.resolve()}"]
+    both += [f"parallel.threads={general}", f"parallel.training_threads={training or general}", *options.both]
+    launch = [sys.executable, "launch/local/ppo.py", "--actor-config=demo_actor", "--critic-config=demo_critic"]
+    launch += [f"--actor-ranks={ranks}", f"--critic-log={folder}/critic.out"]
+    return [*launch, "--actor", *actor, "--both", *both]
+
+
+def measure(grid: str, threads: str, options: argparse.Namespace) -> list[dict]:
+    """metrics.jsonl of one run, without its first step."""
     with tempfile.TemporaryDirectory() as folder:
-        actor = ["validation.every=0", "checkpoint.at_end=false", "ppo.critic_warmup_steps=0", *overrides]
-        both = ["run.name=grid", f"run.dir={folder}", f"run.max_steps={steps}"]
-        both += [f"model.checkpoint={model.resolve()}", f"parallel.threads={threads}"]
-        command = [sys.executable, "launch/local/ppo.py", "--actor-config=demo_actor", "--critic-config=demo_critic"]
-        command += [f"--actor-ranks={ranks}", f"--critic-log={folder}/critic.out"]
-        command += ["--actor", *actor, "--both", *both]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command(grid, threads, folder, options), cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{grid} with {threads} threads ended with {done.returncode}:\n{done.stderr[-4000:]}")
         rows = (Path(folder) / "grid" / "metrics.jsonl").read_text().splitlines()
@@ -55,14 +64,21 @@ def measure(grid: str, threads: int, *, model: Path, steps: int) -> list[dict]:
 
 def main() -> None:
     options = arguments()
-    print(f"{machine()}; median seconds of {options.steps - 1} steps\n")
+    measured = {(grid, threads): [] for grid in options.grids for threads in options.threads}
+    for number in range(options.rounds):
+        for (grid, threads), rows in measured.items():
+            rows += measure(grid, threads, options)
+            last = rows[-1]["time/step"]
+            print(f"round {number + 1}, {grid}, threads {threads}: last step {last:.2f} s", file=sys.stderr, flush=True)
+    count = options.rounds * (options.steps - 1)
+    print(
+        f"{machine()}; OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'passive')}; median seconds of {count} steps\n"
+    )
     print("| grid | threads a rank | " + " | ".join(PHASES) + " |")
     print("|" + "---|" * (len(PHASES) + 2))
-    for grid in options.grids:
-        for threads in options.threads:
-            rows = measure(grid, threads, model=options.model, steps=options.steps)
-            medians = [statistics.median(row[f"time/{phase}"] for row in rows) for phase in PHASES]
-            print(f"| {grid} | {threads} | " + " | ".join(f"{m:.2f}" for m in medians) + " |", flush=True)
+    for (grid, threads), rows in measured.items():
+        medians = [statistics.median(row[f"time/{phase}"] for row in rows) for phase in PHASES]
+        print(f"| {grid} | {threads} | " + " | ".join(f"{m:.2f}" for m in medians) + " |")
 
 
 if __name__ == "__main__":

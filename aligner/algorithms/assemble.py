@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -25,7 +25,7 @@ from aligner.models.model_config import ModelShape
 from aligner.models.policy import Policy, PolicyLoss
 from aligner.models.training_state import resumed_dtype
 from aligner.parallel.collectives import broadcast_object
-from aligner.parallel.device import ON_GPU, resolve_dtype, synchronise
+from aligner.parallel.device import ON_GPU, resolve_dtype, set_threads, synchronise, thread_count
 from aligner.parallel.startup import detect_launch, start
 from aligner.parallel.topology import Topology, grid_problems
 from aligner.runtime.errors import ConfigError
@@ -190,9 +190,17 @@ def build_trainer(
 
 
 def _recorder(config: ActorConfig, job: Job, resumed: Optional[int]) -> Recorder:
-    how = {"resumed": resumed, "synchronise": synchronise if ON_GPU else None}
+    how = {"resumed": resumed, "synchronise": synchronise if ON_GPU else None, "on_phase": thread_setter(config)}
     writes = on_reporter(lambda: Recorder(config, job.folder, settings=to_dict(config), **how), job.topology)
     return writes or Recorder(config, None, **how)
+
+
+def thread_setter(config: ActorConfig) -> Callable[[str], None]:
+    """To be called with the name of each phase that begins: sets this rank's CPU threads for it."""
+    general = thread_count()  # parallel.threads, which start_job has set
+    generating, training = config.engine.threads, config.parallel.training_threads
+    own = {"generate": generating, "validate": generating, "train": training}
+    return lambda phase: set_threads(own.get(phase, 0) or general)
 
 
 def build_policy(config: ActorConfig, topology: Topology) -> Policy:

@@ -20,6 +20,7 @@ from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
 from aligner.models.critic import CriticMiniBatch, CriticModel
 from aligner.models.reward_model import RewardModel
+from aligner.parallel.device import computing_with
 from aligner.rewards.source import build_reward
 from aligner.serving.backend import Refused
 from aligner.serving.hello import NO_REWARD
@@ -78,9 +79,10 @@ class CriticJob:
         seed, size = self.config.run.seed, settings.mini_batch_size
         orders = [mini_batches(rows, size, seed=seed, step=step, epoch=epoch) for epoch in range(settings.epochs)]
         batches = (_mini_batch(batch, chosen) for order in orders for chosen in order)
-        metrics = train_in_turn(
-            batches, self.critic.train, step=step, keep_batch=lambda name, b: self.keep_batch(f"critic_{name}", b)
-        )
+        with computing_with(self.config.parallel.training_threads):
+            metrics = train_in_turn(
+                batches, self.critic.train, step=step, keep_batch=lambda name, b: self.keep_batch(f"critic_{name}", b)
+            )
         self.step = step
         return metrics
 

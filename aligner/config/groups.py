@@ -119,6 +119,9 @@ class ParallelConfig:
     threads: int = 0
     """CPU threads a rank; 0 takes OMP_NUM_THREADS where it is set, else divides the cores of this host between the ranks on it (a 1
     under torchrun with several ranks is torchrun's own default and does not count)."""
+    training_threads: int = 0
+    """CPU threads a rank while it trains; 0: parallel.threads. Actor and critic train at the same time: jobs that share a host
+    should share its cores then, and launch/local/ppo.py divides them between all ranks of both."""
     timeout: float = 2400.0
     """Deadline of every collective, in seconds."""
 
@@ -214,6 +217,8 @@ class EngineConfig:
     """Longest response in tokens, and the length at which responses are cut; fixed at build."""
     dtype: Dtype = Dtype.auto
     """Type of the engine's weights and cache; auto: model.dtype."""
+    threads: int = 0
+    """CPU threads a rank while it generates and validates; 0: parallel.threads."""
     offload_during_training: bool = False
     """Give the engine's KV cache and weights back while the policy trains."""
 

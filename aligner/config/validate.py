@@ -56,6 +56,8 @@ POSITIVE = [
 NOT_NEGATIVE = [
     "run.seed",
     "parallel.threads",
+    "parallel.training_threads",
+    "engine.threads",
     "optim.lr",
     "optim.min_lr",
     "optim.warmup_steps",

@@ -1,11 +1,12 @@
 """The one place that knows whether this process computes on a GPU or on the CPU."""
 
+import contextlib
 import functools
 import os
 import resource
 import time
 from pathlib import Path
-from typing import Mapping
+from typing import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,24 @@ else:
 
 
 def set_threads(n: int) -> None:
-    """Compute threads of this process (intra-op)."""
+    """CPU threads that the operations of this thread are computed with from now on; changing them costs microseconds."""
     torch.set_num_threads(n)
+
+
+def thread_count() -> int:
+    """What set_threads has set."""
+    return torch.get_num_threads()
+
+
+@contextlib.contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """Set the CPU threads inside, and set them back; 0 leaves them as they are."""
+    before = thread_count()
+    set_threads(threads or before)
+    try:
+        yield
+    finally:
+        set_threads(before)
 
 
 def peak_memory_bytes() -> int:

@@ -14,7 +14,8 @@ PHASES = ("refit", "generate", "logprobs", "critic_wait", "advantages", "train",
 
 
 class Recorder:
-    """folder: None on the ranks that write nothing. resumed: step of the checkpoint that the run continues from, None for a new run."""
+    """folder: None on the ranks that write nothing. resumed: step of the checkpoint that the run continues from, None for a new run.
+    on_phase: told the name of a phase that begins, on every rank."""
 
     def __init__(
         self,
@@ -23,6 +24,7 @@ class Recorder:
         *,
         resumed: Optional[int],
         synchronise: Optional[Callable[[], None]] = None,
+        on_phase: Optional[Callable[[str], None]] = None,
         settings: Optional[Mapping[str, Any]] = None,
     ) -> None:
         self.folder = folder
@@ -31,7 +33,14 @@ class Recorder:
         if folder is not None:
             self._metrics = MetricsWriter(folder.path, config.logging, keep_through=resumed, config=settings)
             self._progress = Progress(config.run.max_steps, done=resumed or 0)
-        self.timers = Timers(*PHASES, on_phase=self._progress and self._progress.phase, synchronise=synchronise)
+        self._on_phase = on_phase
+        self.timers = Timers(*PHASES, on_phase=self._enter, synchronise=synchronise)
+
+    def _enter(self, phase: str) -> None:
+        if self._progress is not None:
+            self._progress.phase(phase)
+        if self._on_phase is not None:
+            self._on_phase(phase)
 
     def phase(self, name: str) -> ContextManager[None]:
         return self.timers.phase(name)

@@ -43,6 +43,12 @@ def command(script: str, ranks: int, config: str, overrides: list[str]) -> list[
     return [*launcher, str(ROOT / script), "--config-name", config, *overrides]
 
 
+def training_share(cores: int, ranks: int) -> list[str]:
+    """Overrides of both jobs: they train at the same time, and divide this machine's cores between their ranks then. Otherwise one
+    waits for the other, which may use them all (parallel.threads). Nothing where OMP_NUM_THREADS says what is wished."""
+    return [] if "OMP_NUM_THREADS" in os.environ else [f"parallel.training_threads={max(1, cores // ranks)}"]
+
+
 def start(argv: list[str], output) -> subprocess.Popen:
     # Threads that spin while they wait would starve the other job where both share the cores.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
@@ -78,10 +84,11 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
-        critic_command = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, args.both + args.critic)
+        both = training_share(len(os.sched_getaffinity(0)), args.actor_ranks + args.critic_ranks) + args.both
+        critic_command = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, both + args.critic)
         critic = start(critic_command, critic_output)
         jobs.append(critic)
-        actor = start(command("train_ppo_actor.py", args.actor_ranks, args.actor_config, args.both + args.actor), None)
+        actor = start(command("train_ppo_actor.py", args.actor_ranks, args.actor_config, both + args.actor), None)
         jobs.append(actor)
         return watch(actor, critic, args.critic_log)
     except KeyboardInterrupt:

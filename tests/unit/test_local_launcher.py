@@ -1,5 +1,6 @@
 """launch/local/ppo.py with two scripted jobs: how it ends them."""
 
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -26,6 +27,24 @@ for number in (signal.SIGINT, signal.SIGTERM):
 Path(name).touch()
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(("cores", "ranks", "share"), [(2, 2, 1), (2, 4, 1), (16, 2, 8), (16, 3, 5)])
+def test_jobs_that_train_at_the_same_time_share_the_cores(monkeypatch, cores, ranks, share):
+    launcher = loaded()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launcher.training_share(cores, ranks) == [f"parallel.training_threads={share}"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert launcher.training_share(cores, ranks) == []
+
+
+def loaded():
+    spec = importlib.util.spec_from_file_location("launch_local_ppo", ROOT / "launch/local/ppo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 LAUNCHER = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("ppo", {path!r})
