@@ -1,4 +1,4 @@
-"""Convert a Hugging Face model (Llama, Qwen2, Qwen3; a local folder) to a checkpoint of this toolkit.
+"""Convert a Hugging Face model (Llama, Qwen2, Qwen3, GPT-2; a local folder) to a checkpoint of this toolkit.
 
 python convert_hf_to_nemo.py --hf_checkpoint DIR --output_dir DIR
 """

@@ -20,7 +20,7 @@ from aligner.data.batch import Sample
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
 from aligner.data.splits import load_splits
 from aligner.data.tokenizer import Tokenizer
-from aligner.models.checkpoint_folder import checkpoint_shape, opened
+from aligner.models.checkpoint_folder import TOKENIZER, checkpoint_shape, opened
 from aligner.models.model_config import ModelShape
 from aligner.models.policy import Policy, PolicyLoss
 from aligner.models.training_state import resumed_dtype
@@ -80,8 +80,8 @@ def start_job(config: Any, name: str) -> Job:
     folder = RunFolder.of(config.run)
     lock = on_reporter(lambda: _hold(folder, name, to_yaml(config)), topology)
     setup_logging(folder.logs, job=name, rank=launch.rank)
-    with opened(Path(config.model.checkpoint), topology) as checkpoint:
-        tokenizer = Tokenizer(checkpoint / "tokenizer")
+    with opened(Path(config.model.checkpoint), topology, only=TOKENIZER) as checkpoint:
+        tokenizer = Tokenizer(checkpoint / TOKENIZER)
     return Job(name, topology, folder, shape, tokenizer, lock)
 
 

@@ -137,13 +137,14 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
             job.topology,
             micro_batch_size=config.critic.micro_batch_size,
         )
+    models = [critic, *([reward_model] if reward_model else [])]
     return CriticJob(
         config=config,
         critic=critic,
         reward=reward,
         reward_model=reward_model,
         identity={
-            **_contract(config, job, max_length=critic.shape.max_position_embeddings),
+            **_contract(config, job, max_length=min(model.shape.max_position_embeddings for model in models)),
             "mini_batch_size": config.critic.mini_batch_size,
             "max_rows": config.serving.max_rows,
         },

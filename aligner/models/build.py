@@ -42,6 +42,9 @@ def build_model(
 def _build_chunk(shape: ModelShape, topology: Topology, config, head: str, vp_stage: int | None) -> GPTModel:
     last_stage = None if vp_stage is None else topology.virtual_pipeline - 1
     post_process = topology.is_last_stage and vp_stage in (None, last_stage)
+    positions = {"position_embedding_type": "rope", "rotary_base": shape.rotary_base}
+    if shape.gpt2_style:
+        positions = {"position_embedding_type": "learned_absolute"}
     model = GPTModel(
         config,
         block_spec(config, vp_stage),
@@ -52,8 +55,7 @@ def _build_chunk(shape: ModelShape, topology: Topology, config, head: str, vp_st
         parallel_output=True,
         # Without logits nothing is tied, and a last stage needs no copy of the embedding.
         share_embeddings_and_output_weights=shape.tied and head == "lm",
-        position_embedding_type="rope",
-        rotary_base=shape.rotary_base,
+        **positions,
         vp_stage=vp_stage,
     )
     if shape.rope_scaling is not None:

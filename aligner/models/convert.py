@@ -21,7 +21,7 @@ from aligner.models.hf_folder import (
     special_ids,
     write_safetensors,
 )
-from aligner.models.hf_mapping import hf_names
+from aligner.models.hf_mapping import canonical_name, hf_names
 from aligner.models.model_config import ModelShape
 from aligner.parallel.startup import start
 from aligner.parallel.topology import Topology
@@ -38,7 +38,7 @@ def hf_to_nemo(source: Path, output: Path, *, progress: Progress) -> ModelShape:
     written appears under its name only when it is complete. Raises ValueError for another family and for missing files."""
     config = read_config(source)
     shape = shape_of(config)
-    tensors = SafeTensors(source)
+    tensors = SafeTensors(source, rename=lambda name: canonical_name(name, shape))
     refuse_existing(output)
     dtype = torch.bfloat16 if tensors.dtypes() == {"BF16"} else torch.float32
     progress(f"{source}: {shape.family}, {shape.num_layers} layers, {len(tensors)} tensors, written as {_name(dtype)}")

@@ -61,3 +61,12 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Layer normalisation with a bias; weight and bias take part in sequence parallelism's gradient sum."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **unused):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel

@@ -13,6 +13,7 @@ from aligner.models.hf_mapping import (
     all_units,
     embedding_unit,
     final_units,
+    first_units,
     from_megatron,
     hf_names,
     hf_shape,
@@ -32,7 +33,7 @@ def load_hf(
     Raises ValueError listing names that are missing, unknown or misshaped. A value or score head that is missing keeps its zeros; an
     lm head beside a tied embedding, or where the model has another head, is not read. An optimizer made before must be told
     (reload_model_params)."""
-    _check_names(shape, tensors)
+    check_names(shape, tensors)
     for unit, parameter in local_parameters(chunks, shape):
         if all(name in tensors for name in unit.hf):
             whole = [tensors[name] for name in unit.hf]
@@ -42,12 +43,13 @@ def load_hf(
                 parameter.copy_(shard)
 
 
-def _check_names(shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
+def check_names(shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError listing the names that the model has and `tensors` lack, and the other way round."""
     needed = set(hf_names(shape))
     head = "score.weight"
     missing = sorted(needed - set(tensors) - {head})
     unread = {"lm_head.weight"} if shape.tied or shape.head != "lm" else set()
-    unknown = sorted(name for name in set(tensors) - needed - unread if not name.endswith("rotary_emb.inv_freq"))
+    unknown = sorted(set(tensors) - needed - unread)
     if missing or unknown:
         raise ValueError(
             f"the tensors are not those of a {shape.num_layers}-layer {shape.family} model with head {shape.head}: "
@@ -70,7 +72,8 @@ def local_parameters(chunks: list[torch.nn.Module], shape: ModelShape) -> Iterat
     """Each unit of which this rank holds a shard, with the parameter; the last stage's copy of a tied embedding is one too."""
     for model in map(unwrap, chunks):
         if model.pre_process:
-            yield embedding_unit(), model.embedding.word_embeddings.weight
+            own = dict(model.named_parameters())
+            yield from ((unit, own[unit.megatron]) for unit in first_units(shape))
         for layer in model.decoder.layers:
             own = dict(layer.named_parameters())
             for unit in layer_units(shape, layer.layer_number - 1):
@@ -80,7 +83,7 @@ def local_parameters(chunks: list[torch.nn.Module], shape: ModelShape) -> Iterat
             for unit in final_units(shape):
                 yield unit, own[unit.megatron]
             if shape.head == "lm" and shape.tied and not model.pre_process:
-                yield embedding_unit(), model.output_layer.weight
+                yield embedding_unit(shape), model.output_layer.weight
 
 
 def export_hf(chunks: list[torch.nn.Module], shape: ModelShape, topology: Topology) -> Iterator[tuple[str, Tensor]]:
@@ -90,7 +93,7 @@ def export_hf(chunks: list[torch.nn.Module], shape: ModelShape, topology: Topolo
     unit at most exists beside the model at a time. They may share memory with the parameters: copy what outlives the next update."""
     own = {(unit.megatron, unit.layer): parameter.detach() for unit, parameter in local_parameters(chunks, shape)}
     if shape.head == "lm" and shape.tied and not topology.is_first_stage:
-        own.pop((embedding_unit().megatron, None), None)  # the first stage's is the one that is sent
+        own.pop((embedding_unit(shape).megatron, None), None)  # the first stage's is the one that is sent
     dtype = unwrap(chunks[0]).config.params_dtype
     for unit in all_units(shape):
         shard = _from_stage(unit, own.get((unit.megatron, unit.layer)), shape, topology, dtype)

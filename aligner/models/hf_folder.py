@@ -3,9 +3,10 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,8 +31,10 @@ TOKENIZER_FILES = (
 class SafeTensors(Mapping[str, Tensor]):
     """The tensors of a folder under their names, each read when asked for."""
 
-    def __init__(self, folder: Path):
-        """Raises ValueError where there are no safetensors, or one that the index names is not there."""
+    def __init__(self, folder: Path, *, rename: Callable[[str], Optional[str]] = lambda name: name):
+        """rename: the name in a file -> the one that it is given here; None leaves the tensor out.
+
+        Raises ValueError where there are no safetensors, or one that the index names is not there."""
         self.folder = folder
         files = sorted(folder.glob("*.safetensors"))
         if (folder / INDEX).is_file():
@@ -43,11 +46,13 @@ class SafeTensors(Mapping[str, Tensor]):
             raise ValueError(
                 f"{folder} has no *.safetensors; pickled weights (*.bin) are not read, save them as safetensors"
             )
-        self._opened = [safe_open(file, framework="pt") for file in files]
-        self._of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118 - it is no dict
+        self._opened = [_open(file) for file in files]
+        inside = ((rename(name), (file, name)) for file in self._opened for name in file.keys())  # noqa: SIM118 - it is no dict
+        self._of = {name: place for name, place in inside if name is not None}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._of[name].get_tensor(name)
+        file, inside = self._of[name]
+        return file.get_tensor(inside)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._of)
@@ -60,7 +65,14 @@ class SafeTensors(Mapping[str, Tensor]):
 
     def dtypes(self) -> set[str]:
         """safetensors' names of the types in use: F32, BF16 ..."""
-        return {file.get_slice(name).get_dtype() for name, file in self._of.items()}
+        return {file.get_slice(inside).get_dtype() for file, inside in self._of.values()}
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file ({error}); copy it again") from error
 
 
 def write_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -73,11 +85,15 @@ def write_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, sh
     def flush() -> None:
         nonlocal held, size
         files.append(folder / f"part-{len(files)}.safetensors")
+        files[-1].touch()
+        mode = files[-1].stat().st_mode  # as the umask says; safetensors makes its file readable by the owner alone
         save_file(held, files[-1], metadata={"format": "pt"})
+        files[-1].chmod(mode)
         held, size = {}, 0
 
     for name, tensor in tensors:
-        held[name] = tensor.detach().cpu().clone()  # export yields views, whose storages safetensors refuses to share
+        # Export yields views, whose storages safetensors refuses to share, and transposed ones.
+        held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         where[name] = len(files)
         bytes_ = tensor.numel() * tensor.element_size()
         size, total = size + bytes_, total + bytes_
@@ -100,12 +116,19 @@ def _name_shards(files: list[Path], where: Mapping[str, int], total: int, folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises ValueError where the folder or the file is not there."""
+    """config.json. Raises ValueError where the folder or the file is not there, or it holds something else."""
     if not folder.is_dir():
-        raise ValueError(f"--hf_checkpoint {folder} is not a folder; a model of a hub must be downloaded first")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--hf_checkpoint {folder} has no config.json: it is not a Hugging Face model")
-    return json.loads((folder / "config.json").read_text())
+        raise ValueError(f"{folder} is not a folder; a model of a hub must be downloaded first")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json: it is not a Hugging Face model")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no object: it is not the configuration of a model")
+    return found
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:

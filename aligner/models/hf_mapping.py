@@ -6,13 +6,13 @@ this rank."""
 
 import re
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from aligner.models.model_config import ModelShape
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD_NAME = {"lm": "lm_head.weight", "value": "score.weight", "score": "score.weight"}
 
 
@@ -20,24 +20,59 @@ _HEAD_NAME = {"lm": "lm_head.weight", "value": "score.weight", "score": "score.w
 class Unit:
     """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    split: whole (a copy on every rank), column (first axis), row (second axis), qkv or gated (both: first axis)."""
+    split: whole (a copy on every rank), column (first axis), vocabulary (the same, padded), row (second axis), qkv or gated (both:
+    first axis). A qkv of one tensor holds all query rows, then all key rows, then all value rows (GPT-2).
+    transposed: Hugging Face keeps the matrix as [in, out] (GPT-2's Conv1D), Megatron as [out, in]."""
 
     megatron: str  # in the local spec's module tree; Transformer Engine's name for it is in TE_NAMES
     hf: tuple[str, ...]
     split: str
     layer: int | None = None  # global, from 0; None outside the layers
+    transposed: bool = False
 
 
 # Transformer Engine's layers keep a norm's weight inside the product that follows it.
 TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
 }
+
+# GPT-2's layer: Megatron's module, Hugging Face's, and the split of the weight and of the bias.
+_GPT2_LAYER = (
+    ("input_layernorm", "ln_1", "whole", "whole"),
+    ("self_attention.linear_qkv", "attn.c_attn", "qkv", "qkv"),
+    ("self_attention.linear_proj", "attn.c_proj", "row", "whole"),
+    ("pre_mlp_layernorm", "ln_2", "whole", "whole"),
+    ("mlp.linear_fc1", "mlp.c_fc", "column", "column"),
+    ("mlp.linear_fc2", "mlp.c_proj", "row", "whole"),
+)
+_GPT2_BASE = re.compile(r"(wte|wpe|h|ln_f)\.")
+_GPT2_BUFFER = re.compile(r"h\.\d+\.attn\.(masked_)?bias$")
+
+
+def canonical_name(name: str, shape: ModelShape) -> Optional[str]:
+    """The name that hf_names has for a tensor of a Hugging Face file; None for what is not a weight.
+
+    GPT-2's own files lack the prefix `transformer.` and hold each layer's causal mask."""
+    if not shape.gpt2_style:
+        return None if name.endswith("rotary_emb.inv_freq") else name
+    if _GPT2_BUFFER.search(name):
+        return None
+    return f"transformer.{name}" if _GPT2_BASE.match(name) else name
+
+
+def layer_prefix(shape: ModelShape) -> str:
+    """What stands before a layer's number in Hugging Face's names."""
+    return "transformer.h." if shape.gpt2_style else "model.layers."
 
 
 def layer_units(shape: ModelShape, layer: int) -> list[Unit]:
     """The units of one layer; `megatron` is relative to the layer's module."""
-    at = f"model.layers.{layer}."
+    at = f"{layer_prefix(shape)}{layer}."
+    if shape.gpt2_style:
+        return [unit for parts in _GPT2_LAYER for unit in _weight_and_bias(at, layer, *parts)]
 
     def unit(megatron: str, split: str, *hf: str) -> Unit:
         return Unit(megatron, tuple(at + name for name in hf), split, layer)
@@ -59,30 +94,65 @@ def layer_units(shape: ModelShape, layer: int) -> list[Unit]:
     ]
 
 
-def embedding_unit() -> Unit:
-    return Unit("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column")
+def _weight_and_bias(at: str, layer: int, megatron: str, hf: str, weight: str, bias: str) -> list[Unit]:
+    matrix = weight != "whole"
+    return [
+        Unit(f"{megatron}.weight", (f"{at}{hf}.weight",), weight, layer, transposed=matrix),
+        Unit(f"{megatron}.bias", (f"{at}{hf}.bias",), bias, layer),
+    ]
+
+
+def embedding_unit(shape: ModelShape) -> Unit:
+    """The embedding of the tokens, which a tied lm head shares."""
+    name = "transformer.wte.weight" if shape.gpt2_style else "model.embed_tokens.weight"
+    return Unit("embedding.word_embeddings.weight", (name,), "vocabulary")
+
+
+def first_units(shape: ModelShape) -> list[Unit]:
+    """What the first stage has before its layers."""
+    learned = [Unit("embedding.position_embeddings.weight", ("transformer.wpe.weight",), "whole")]
+    return [embedding_unit(shape), *(learned if shape.gpt2_style else [])]
 
 
 def final_units(shape: ModelShape) -> list[Unit]:
     """What the last stage has beside its layers; a tied lm head is no unit of its own."""
-    units = [Unit("decoder.final_layernorm.weight", ("model.norm.weight",), "whole")]
+    parts, name = (("weight", "bias"), "transformer.ln_f") if shape.gpt2_style else (("weight",), "model.norm")
+    units = [Unit(f"decoder.final_layernorm.{part}", (f"{name}.{part}",), "whole") for part in parts]
     if shape.head != "lm":
         units.append(Unit("output_layer.weight", (_HEAD_NAME[shape.head],), "whole"))
     elif not shape.tied:
-        units.append(Unit("output_layer.weight", (_HEAD_NAME["lm"],), "column"))
+        units.append(Unit("output_layer.weight", (_HEAD_NAME["lm"],), "vocabulary"))
     return units
 
 
 def all_units(shape: ModelShape) -> list[Unit]:
     """Every parameter of the model, in the order in which it is computed."""
     layers = [unit for layer in range(shape.num_layers) for unit in layer_units(shape, layer)]
-    return [embedding_unit(), *layers, *final_units(shape)]
+    return [*first_units(shape), *layers, *final_units(shape)]
 
 
 def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
     """The shape of a Hugging Face tensor of this model. Raises ValueError for a name that the model does not have."""
-    layer = _LAYER.match(name)
+    layer = re.match(re.escape(layer_prefix(shape)) + r"(\d+)\.", name)
     local = name[layer.end() :] if layer and int(layer[1]) < shape.num_layers else name
+    inside, outside = _gpt2_shapes(shape) if shape.gpt2_style else _llama_shapes(shape)
+    if shape.head != "lm":
+        outside[_HEAD_NAME[shape.head]] = (1, shape.hidden_size)
+    elif not shape.tied:
+        outside[_HEAD_NAME["lm"]] = (shape.vocab_size, shape.hidden_size)
+    known = inside if local is not name else outside
+    if local not in known:
+        raise ValueError(
+            f"{name!r} is not a tensor of a {shape.num_layers}-layer {shape.family} model with head {shape.head}"
+        )
+    return known[local]
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _llama_shapes(shape: ModelShape) -> tuple[Shapes, Shapes]:
+    """(of the tensors in a layer, of those outside), heads aside."""
     query, kv = (heads * shape.kv_channels for heads in (shape.num_attention_heads, shape.num_query_groups))
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     inside = {
@@ -100,17 +170,28 @@ def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
         inside |= {f"self_attn.{x}_proj.bias": (query if x == "q" else kv,) for x in "qkv"}
     if shape.qk_norm:
         inside |= {f"self_attn.{x}_norm.weight": (shape.kv_channels,) for x in "qk"}
-    outside = {"model.embed_tokens.weight": (shape.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if shape.head != "lm":
-        outside[_HEAD_NAME[shape.head]] = (1, hidden)
-    elif not shape.tied:
-        outside[_HEAD_NAME["lm"]] = (shape.vocab_size, hidden)
-    known = inside if local is not name else outside
-    if local not in known:
-        raise ValueError(
-            f"{name!r} is not a tensor of a {shape.num_layers}-layer {shape.family} model with head {shape.head}"
-        )
-    return known[local]
+    return inside, {"model.embed_tokens.weight": (shape.vocab_size, hidden), "model.norm.weight": (hidden,)}
+
+
+def _gpt2_shapes(shape: ModelShape) -> tuple[Shapes, Shapes]:
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    attended = shape.num_attention_heads * shape.kv_channels
+    products = {
+        "attn.c_attn": (hidden, 3 * attended),
+        "attn.c_proj": (attended, hidden),
+        "mlp.c_fc": (hidden, ffn),
+        "mlp.c_proj": (ffn, hidden),
+    }
+    inside: Shapes = {f"{norm}.{part}": (hidden,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
+    inside |= {f"{name}.weight": size for name, size in products.items()}
+    inside |= {f"{name}.bias": size[1:] for name, size in products.items()}
+    outside: Shapes = {
+        "transformer.wte.weight": (shape.vocab_size, hidden),
+        "transformer.wpe.weight": (shape.max_position_embeddings, hidden),
+        "transformer.ln_f.weight": (hidden,),
+        "transformer.ln_f.bias": (hidden,),
+    }
+    return inside, outside
 
 
 def hf_names(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -120,26 +201,36 @@ def hf_names(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def to_megatron(unit: Unit, tensors: list[Tensor], shape: ModelShape, *, rank: int, tensor: int) -> Tensor:
     """Full Hugging Face tensors (in the order of unit.hf) -> the shard of tensor-parallel rank `rank` of `tensor`."""
+    if unit.transposed:
+        tensors = [x.t() for x in tensors]
     if unit.split == "qkv":
-        return _merge_qkv(*tensors, shape).chunk(tensor, 0)[rank]
+        parts = tensors if len(tensors) == 3 else tensors[0].chunk(3)
+        return _merge_qkv(*parts, shape).chunk(tensor, 0)[rank]
     if unit.split == "gated":
         return torch.cat([x.chunk(tensor, 0)[rank] for x in tensors])
     (whole,) = tensors
-    if unit.split == "column":
-        return _pad_vocabulary(whole, shape).chunk(tensor, 0)[rank]
+    if unit.split == "vocabulary":
+        whole = _pad_vocabulary(whole, shape)
+    if unit.split in ("vocabulary", "column"):
+        return whole.chunk(tensor, 0)[rank]
     return whole.chunk(tensor, 1)[rank] if unit.split == "row" else whole
 
 
 def from_megatron(unit: Unit, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The shards of all tensor-parallel ranks, in order -> full Hugging Face tensors in the order of unit.hf, without padding."""
+    """The shards of all tensor-parallel ranks, in order -> full Hugging Face tensors in the order of unit.hf, without padding.
+
+    They may be views, and not contiguous."""
     if unit.split == "whole":
         return shards[:1]
-    if unit.split == "row":
-        return [torch.cat(shards, 1)]
     if unit.split == "gated":
         return [torch.cat(halves) for halves in zip(*(shard.chunk(2, 0) for shard in shards))]
-    whole = torch.cat(shards)
-    return _split_qkv(whole, shape) if unit.split == "qkv" else [whole[: shape.vocab_size]]
+    whole = torch.cat(shards, 1 if unit.split == "row" else 0)
+    if unit.split == "vocabulary":
+        whole = whole[: shape.vocab_size]
+    parts = _split_qkv(whole, shape) if unit.split == "qkv" else [whole]
+    if len(unit.hf) < len(parts):
+        parts = [torch.cat(parts)]
+    return [part.t() for part in parts] if unit.transposed else parts
 
 
 def _merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelShape) -> Tensor:

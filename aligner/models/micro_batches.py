@@ -35,6 +35,11 @@ class MicroBatch:
         """[m, W] int64: 0, 1, 2 ... in each row."""
         return torch.arange(self.tokens.size(1), device=self.tokens.device).expand_as(self.tokens)
 
+    @property
+    def position_ids(self) -> Tensor:
+        """[m, W] int64, what the model embeds: padding repeats the last real one, since learned positions may end there."""
+        return self.positions.minimum(self.lengths[:, None] - 1)
+
 
 def plan(
     lengths: Sequence[int], parts: Sequence[Sequence[int]], part: int, *, micro_batch_size: int, count_multiple: int = 1

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import yaml
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
 HEADS = ("lm", "value", "score")
 VOCAB_MULTIPLE = 128  # never times the tensor-parallel degree: a checkpoint must load into any layout
 
@@ -16,22 +16,32 @@ LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max
 # ModelShape's field -> NeMo's key, where they differ.
 _NEMO_KEYS = {"qk_norm": "qk_layernorm", "tied": "share_embeddings_and_output_weights"}
 
-# What NeMo's reader of a Llama-like model needs beside, the same for all three families.
+# What NeMo's reader needs beside: of any model, of the Llama-like families, and of GPT-2.
 _NEMO_CONSTANTS = {
     "mcore_gpt": True,
+    "transformer_block_type": "pre_ln",
+    "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
+}
+_NEMO_LLAMA = {
     "position_embedding_type": "rope",
     "rotary_percentage": 1.0,
     "normalization": "rmsnorm",
     "activation": "fast-swiglu",
     "bias": False,
-    "transformer_block_type": "pre_ln",
-    "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
+}
+_NEMO_GPT2 = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "layernorm",
+    "activation": "gelu",
+    "openai_gelu": True,  # its tanh form
+    "bias": True,
 }
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The architecture. vocab_size is the tokenizer's; the embedding has padded_vocab_size rows, of which the last are never chosen."""
+    """The architecture. vocab_size is the tokenizer's; the embedding has padded_vocab_size rows, of which the last are never chosen.
+    rotary_base is None where positions are learned."""
 
     family: str
     head: str
@@ -45,7 +55,7 @@ class ModelShape:
     padded_vocab_size: int
     max_position_embeddings: int
     layernorm_epsilon: float
-    rotary_base: float
+    rotary_base: Optional[float]
     rope_scaling: Optional[dict[str, Any]]
     qkv_bias: bool
     qk_norm: bool
@@ -63,7 +73,15 @@ class ModelShape:
                 f"padded_vocab_size must be a multiple of {VOCAB_MULTIPLE} and at least "
                 f"vocab_size={self.vocab_size}, got {self.padded_vocab_size}"
             )
+        if (self.rotary_base is None) is not self.gpt2_style:
+            raise ValueError(f"rotary_base={self.rotary_base} does not fit the family {self.family}")
         check_rope_scaling(self.rope_scaling)
+
+    @property
+    def gpt2_style(self) -> bool:
+        """LayerNorm with a bias, gelu (its tanh form), a bias in every product and learned positions; the other families have
+        RMSNorm, SwiGLU, no biases but qkv_bias, and rotary positions."""
+        return self.family == "gpt2"
 
     def with_layers(self, num_layers: Optional[int]) -> "ModelShape":
         """The same shape with only its first layers; None keeps them all. Raises ValueError for more than there are."""
@@ -128,4 +146,5 @@ def write_model_config(shape: ModelShape, folder: Path | str) -> None:
         "scale_positional_embedding": shape.rope_scaling is not None,
     }
     path = Path(folder) / "model_config.yaml"
-    path.write_text(yaml.safe_dump(values | _NEMO_CONSTANTS, sort_keys=False))
+    constants = _NEMO_CONSTANTS | (_NEMO_GPT2 if shape.gpt2_style else _NEMO_LLAMA)
+    path.write_text(yaml.safe_dump(values | constants, sort_keys=False))

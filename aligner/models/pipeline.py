@@ -126,7 +126,7 @@ def _forward_step(
     if model.post_process and positions is not None:
         model.output_layer.select(positions(micro))
     # No attention mask: it is causal, and padding is on the right, where no real token looks.
-    output = chunk(micro.tokens, micro.positions, None)
+    output = chunk(micro.tokens, micro.position_ids, None)
     return output, partial(finish, micro)
 
 

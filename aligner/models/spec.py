@@ -21,7 +21,7 @@ def transformer_config(
     shape: ModelShape, topology: Topology, *, dtype: torch.dtype, recompute: Recompute, initialise: bool
 ) -> TransformerConfig:
     """The TransformerConfig of one rank. Dropout is off: a policy must give a token the same probability each time."""
-    fused = has_transformer_engine()
+    fused, gpt2 = has_transformer_engine(), shape.gpt2_style
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -29,11 +29,11 @@ def transformer_config(
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
         kv_channels=shape.kv_channels,
-        normalization="RMSNorm",
+        normalization="LayerNorm" if gpt2 else "RMSNorm",
         layernorm_epsilon=shape.layernorm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        gated_linear_unit=not gpt2,
+        activation_func=gelu_tanh if gpt2 else F.silu,
+        add_bias_linear=gpt2,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
@@ -58,14 +58,19 @@ def transformer_config(
         batch_p2p_comm=ON_GPU,
         # Needs apex, and the head's own product would have to take part in it.
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=fused,
+        bias_activation_fusion=fused and not gpt2,  # megatron-core refuses it for an activation that it does not know
         bias_dropout_fusion=fused,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and not gpt2,
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         cross_entropy_loss_fusion=False,
         **_recompute(recompute),
     )
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GPT-2's activation, which Hugging Face calls gelu_new."""
+    return F.gelu(x, approximate="tanh")
 
 
 def _recompute(recompute: Recompute) -> dict:
@@ -87,14 +92,17 @@ def _local_block_spec(config: TransformerConfig, vp_stage: int | None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    from aligner.models.cpu_layers import RMSNorm, SDPAttention
+    from aligner.models.cpu_layers import LayerNorm, RMSNorm, SDPAttention
 
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    norm = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    layer = get_gpt_layer_local_spec(
+        normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )  # its norms are replaced
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SDPAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm
     )

@@ -27,6 +27,8 @@ class Weights:
     def __init__(
         self, shape: ModelShape, *, rows: int, dtype: torch.dtype, device: torch.device, kernel: Optional[Kernel] = None
     ):
+        if shape.gpt2_style:
+            raise ValueError("the torch engine does not generate with GPT-2-style models yet")
         self.shape, self.dtype, self.device = shape, dtype, device
         self._rows, self._kernels, self._forced = rows, {}, kernel
         self._buffers: list[Tensor] = []

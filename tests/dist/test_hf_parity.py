@@ -73,7 +73,7 @@ def _body(rank, family, grids):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_logits_and_exported_weights_on_every_grid(family):
     grids = GRIDS if family == "llama" else [GRIDS[i] for i in (0, 2, 3)]
     for results in run_ranks(_body, 2, family, grids):

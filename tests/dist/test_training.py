@@ -156,10 +156,10 @@ def _hf_logprobs(model, tokens):
     return pad(chosen, (1, 0)), pad(-(every.exp() * every).sum(-1), (1, 0))
 
 
-def _torch_policy():
+def _torch_policy(family="llama", tied=False):
     from tests.dist.tiny import tiny_hf
 
-    model, _ = tiny_hf("llama", tied=False)
+    model, _ = tiny_hf(family, tied=tied)
     optimizer = _adamw(model, 0.1)
     metrics = []
     for seed in range(STEPS):
@@ -177,10 +177,10 @@ def _torch_policy():
         return metrics, torch.where(last.mask, _hf_logprobs(model, last.tokens)[0], 0.0).numpy()
 
 
-def _torch_critic():
+def _torch_critic(family="llama", tied=False):
     from tests.dist.tiny import tiny_hf
 
-    backbone = tiny_hf("llama", tied=False)[0].model
+    backbone = tiny_hf(family, tied=tied)[0].base_model
     model = torch.nn.ModuleDict({"backbone": backbone, "head": torch.nn.Linear(64, 1, bias=False)})
     torch.nn.init.zeros_(model["head"].weight)
     optimizer = _adamw(model, 0.0)
@@ -209,6 +209,24 @@ def test_steps_are_those_of_plain_torch_on_hugging_face_models(checkpoints):
     ours, theirs = run_ranks(_oracle_body, 1, checkpoints["untied"])[0]
     for found, wanted, what in zip(ours, theirs, ("policy", "critic"), strict=True):
         _same(found, wanted, what)
+
+
+GPT2_GRIDS = [(ONE, 2, False), (TENSOR, 2, False), (SEQUENCE, 4, True), (PIPELINE, 2, False)]
+
+
+def _gpt2_body(rank, folder):
+    """The results of each grid, with a tied embedding, and plain torch's."""
+    write_checkpoint(folder, "gpt2", tied=True)
+    found = [_case(folder, *case) for case in GPT2_GRIDS]
+    return found, (_torch_policy("gpt2", tied=True), _torch_critic("gpt2", tied=True))
+
+
+def test_gpt2_steps_are_those_of_plain_torch_on_every_grid(tmp_path):
+    """Learned positions, biases on both sides of a split product, and layer norms, under tensor, sequence and pipeline parallelism."""
+    for found, (policy, critic) in run_ranks(_gpt2_body, 2, tmp_path, deadline=300):
+        for case, (our_policy, our_critic) in zip(GPT2_GRIDS, found, strict=True):
+            _same(our_policy, policy, f"policy {case}")
+            _same(our_critic, critic, f"critic {case}")
 
 
 def _behaviour_body(rank, folder):

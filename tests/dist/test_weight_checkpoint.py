@@ -1,6 +1,8 @@
 """Weight checkpoints: the names on disk are the written-down ones, and what one grid saves another loads, bit for bit."""
 
 import tarfile
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,24 @@ QWEN2_KEYS = {"model.decoder.layers.self_attention.linear_qkv.bias": (4, 128)}
 QWEN3_KEYS = {
     "model.decoder.layers.self_attention.q_layernorm.weight": (4, 32),
     "model.decoder.layers.self_attention.k_layernorm.weight": (4, 32),
+}
+GPT2_KEYS = {
+    "model.embedding.word_embeddings.weight": (256, 64),
+    "model.embedding.position_embeddings.weight": (128, 64),
+    "model.decoder.layers.self_attention.linear_qkv.layer_norm_weight": (4, 64),
+    "model.decoder.layers.self_attention.linear_qkv.layer_norm_bias": (4, 64),
+    "model.decoder.layers.self_attention.linear_qkv.weight": (4, 192, 64),
+    "model.decoder.layers.self_attention.linear_qkv.bias": (4, 192),
+    "model.decoder.layers.self_attention.linear_proj.weight": (4, 64, 64),
+    "model.decoder.layers.self_attention.linear_proj.bias": (4, 64),
+    "model.decoder.layers.mlp.linear_fc1.layer_norm_weight": (4, 64),
+    "model.decoder.layers.mlp.linear_fc1.layer_norm_bias": (4, 64),
+    "model.decoder.layers.mlp.linear_fc1.weight": (4, 96, 64),
+    "model.decoder.layers.mlp.linear_fc1.bias": (4, 96),
+    "model.decoder.layers.mlp.linear_fc2.weight": (4, 64, 96),
+    "model.decoder.layers.mlp.linear_fc2.bias": (4, 64),
+    "model.decoder.final_layernorm.weight": (64,),
+    "model.decoder.final_layernorm.bias": (64,),
 }
 
 SAVED = (1, 2, None, False)
@@ -110,13 +130,10 @@ def _one_rank(rank, folder):
         names = sharded_weights(chunks, topology)
         biases_and_norms = {t.key: tuple(t.global_shape) for t in names.values() if hasattr(t, "global_shape")}
         assert extra.items() <= biases_and_norms.items()
+    _check_gpt2(topology, folder)
     _check_fewer_layers_and_value_head(shape, topology, weights, folder)
-    with tarfile.open(f"{folder}/model.nemo", "w") as tar:
-        tar.add(f"{folder}/lm", arcname=".")
-    assert checkpoint_shape(f"{folder}/model.nemo") == shape
+    _check_archives(shape, topology, weights, folder)
     chunks = _built(shape, topology)
-    load_weights(chunks, shape, topology, f"{folder}/model.nemo")
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in _exported(chunks, shape, topology).items())
     assert isinstance(unwrap(chunks[-1]).output_layer.weight, torch.nn.Parameter)
     found["missing"] = _refusal(load_weights, chunks, shape, topology, f"{folder}/nowhere")
     found["other"] = _refusal(load_weights, chunks, replace(shape, ffn_hidden_size=128), topology, f"{folder}/lm")
@@ -125,6 +142,45 @@ def _one_rank(rank, folder):
     assert _keys(f"{folder}/value/model_weights") == LAYER_KEYS | OUTER_KEYS | HEADS["value"]
     found["no lm head"] = _refusal(load_weights, chunks, shape, topology, f"{folder}/value")
     return found
+
+
+def _check_archives(shape, topology, weights, folder):
+    """Plain and compressed ones are read; what is cut off, wherever, is refused in a sentence and leaves nothing behind."""
+    from aligner.models.checkpoint import checkpoint_shape, load_weights
+
+    chunks = _built(shape, topology)
+    Path(f"{folder}/unpacked").mkdir()
+    tempfile.tempdir = f"{folder}/unpacked"
+    for mode in ("w", "w:gz"):
+        archive = Path(f"{folder}/model.nemo")
+        with tarfile.open(archive, mode) as tar:
+            tar.add(f"{folder}/lm", arcname=".")
+        whole = archive.read_bytes()
+        assert checkpoint_shape(archive) == shape
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.detach().fill_(0.5)
+        load_weights(chunks, shape, topology, archive)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in _exported(chunks, shape, topology).items())
+        for part in (0, 300, len(whole) // 3, len(whole) * 9 // 10):
+            archive.write_bytes(whole[:part])
+            said = _refusal(load_weights, chunks, shape, topology, archive)
+            assert said and "model.nemo" in said and "\n" not in said, (mode, part, said)
+    assert not list(Path(f"{folder}/unpacked").iterdir())
+
+
+def _check_gpt2(topology, folder):
+    """Every name on disk, and what comes back."""
+    from aligner.models.checkpoint import load_weights, save_weights
+
+    model, shape = tiny_hf("gpt2", tied=True)
+    weights = weights_of(model)
+    save_weights(_built(shape, topology, weights), shape, topology, f"{folder}/gpt2")
+    assert _keys(f"{folder}/gpt2/model_weights") == GPT2_KEYS
+    chunks = _built(shape, topology)
+    load_weights(chunks, shape, topology, f"{folder}/gpt2")
+    back = _exported(chunks, shape, topology)
+    assert set(back) == set(weights) and all(torch.equal(back[n], weights[n]) for n in back)
 
 
 def _check_fewer_layers_and_value_head(shape, topology, weights, folder):

@@ -13,17 +13,22 @@ def tiny_hf(family: str, *, tied: bool, layers: int = 4, vocab: int = 200, seed:
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }[family]
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    if family == "gpt2":
+        sizes |= {"n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        sizes |= {"num_key_value_heads": 2, "intermediate_size": 96, "rms_norm_eps": 1e-5}
     config = config_class(
-        num_hidden_layers=layers,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=96,
+        **sizes,
         vocab_size=vocab,
-        max_position_embeddings=128,
         tie_word_embeddings=tied,
-        rms_norm_eps=1e-5,
         attn_implementation="sdpa",
         initializer_range=0.08,
         **({"head_dim": 32} if family == "qwen3" else {}),
@@ -33,7 +38,7 @@ def tiny_hf(family: str, *, tied: bool, layers: int = 4, vocab: int = 200, seed:
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
             if name.endswith("bias"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))

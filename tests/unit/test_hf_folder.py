@@ -1,9 +1,11 @@
 """Reading and writing safetensors in shards, and what is said of a folder that lacks something."""
 
+import os
+
 import pytest
 import torch
 
-from aligner.models.hf_folder import SafeTensors, copy_tokenizer_files, write_safetensors
+from aligner.models.hf_folder import SafeTensors, copy_tokenizer_files, read_config, write_safetensors
 
 
 def test_shards_come_back_equal(tmp_path):
@@ -35,3 +37,31 @@ def test_what_is_missing_is_named(tmp_path):
         SafeTensors(tmp_path)
     with pytest.raises(ValueError, match="has no tokenizer.json"):
         copy_tokenizer_files(tmp_path, tmp_path / "out")
+
+
+def test_files_follow_the_umask_and_transposed_views_are_written_whole(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_safetensors([("a", torch.arange(6.0).reshape(2, 3).t())], tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
+    assert SafeTensors(tmp_path)["a"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_tensors_under_other_names(tmp_path):
+    write_safetensors([("a", torch.ones(2)), ("mask", torch.ones(2, dtype=torch.bool))], tmp_path)
+    found = SafeTensors(tmp_path, rename={"a": "b"}.get)
+    assert list(found) == ["b"] and found["b"].tolist() == [1, 1] and found.dtypes() == {"F32"}
+
+
+def test_a_damaged_file_and_a_damaged_configuration_are_named(tmp_path):
+    write_safetensors([("a", torch.ones(200))], tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors is no whole safetensors file \(.*\); copy it again"):
+        SafeTensors(tmp_path)
+    for text, said in (("{", "config.json is not JSON"), ("[1]", "config.json holds no object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            read_config(tmp_path)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from aligner.models.hf_config import config_of, shape_of
-from aligner.models.hf_mapping import Unit, all_units, from_megatron, hf_names, hf_shape, to_megatron
+from aligner.models.hf_mapping import Unit, all_units, canonical_name, from_megatron, hf_names, hf_shape, to_megatron
 from aligner.models.model_config import padded, read_model_config, write_model_config
 from aligner.models.rope import llama3_frequencies
 from tests.dist.tiny import tiny_hf, weights_of
 
-FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3", "gpt2") for tied in (False, True)]
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -66,7 +66,8 @@ def test_unknown_names_are_refused(name):
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
 def test_config_and_yaml_round_trips(family, tied, scaling, tmp_path):
     _, shape = tiny_hf(family, tied=tied)
-    shape = type(shape)(**{**shape.__dict__, "rope_scaling": scaling})
+    if not shape.gpt2_style:
+        shape = type(shape)(**{**shape.__dict__, "rope_scaling": scaling})
     assert shape_of(config_of(shape, dtype="float32", special={})) == shape
     score = shape.with_head("score")
     assert shape_of(config_of(score, dtype="float32", special={})) == score
@@ -77,7 +78,7 @@ def test_config_and_yaml_round_trips(family, tied, scaling, tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"model_type": "gpt2"}, "model family 'gpt2' is not supported; these are: llama, qwen2, qwen3"),
+        ({"model_type": "opt"}, "model family 'opt' is not supported; these are: llama, qwen2, qwen3, gpt2"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear' is not"),
@@ -89,6 +90,73 @@ def test_what_is_not_supported_is_refused_by_name(change, said):
     _, shape = tiny_hf("llama", tied=False)
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         shape_of(config_of(shape, dtype="float32", special={}) | change)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"activation_function": "gelu"}, "activation_function='gelu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"scale_attn_weights": False}, "scale_attn_weights=False"),
+        ({"add_cross_attention": True}, "add_cross_attention=True, which is not supported for gpt2 models"),
+        ({"architectures": ["GPT2DoubleHeadsModel"]}, "architecture GPT2DoubleHeadsModel with"),
+    ],
+)
+def test_what_is_not_supported_of_gpt2_is_refused_by_name(change, said):
+    _, shape = tiny_hf("gpt2", tied=True)
+    with pytest.raises(ValueError, match=said):
+        shape_of(config_of(shape, dtype="float32", special={}) | change)
+
+
+def test_the_configuration_of_the_published_gpt2():
+    """Its config.json, as far as it matters: no n_inner, and labels of no classifier."""
+    published = {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    shape = shape_of(published)
+    assert (shape.ffn_hidden_size, shape.kv_channels, shape.padded_vocab_size) == (3072, 64, 50304)
+    assert shape.tied and shape.qkv_bias and shape.rotary_base is None and shape.head == "lm"
+    del published["n_embd"]
+    with pytest.raises(ValueError, match="config.json lacks 'n_embd' of a gpt2 model"):
+        shape_of(published)
+
+
+def test_names_in_the_published_gpt2_file():
+    """They lack the prefix, and each layer has its causal mask."""
+    _, shape = tiny_hf("gpt2", tied=True)
+    names = {
+        "wte.weight": "transformer.wte.weight",
+        "h.3.attn.c_attn.bias": "transformer.h.3.attn.c_attn.bias",
+        "h.3.attn.bias": None,
+        "transformer.h.3.attn.bias": None,
+        "h.3.attn.masked_bias": None,
+        "ln_f.bias": "transformer.ln_f.bias",
+        "transformer.h.11.ln_1.weight": "transformer.h.11.ln_1.weight",
+        "lm_head.weight": "lm_head.weight",
+        "score.weight": "score.weight",
+    }
+    assert {name: canonical_name(name, shape) for name in names} == names
+
+
+def test_gpt2_rows_against_written_down_ones():
+    """Conv1D keeps [in, out], its columns all queries, then all keys, then all values: 4 heads of 1 channel and hidden size 4."""
+    _, shape = tiny_hf("gpt2", tied=True)
+    shape = type(shape)(**{**shape.__dict__, "kv_channels": 1, "hidden_size": 4})
+    rows = [*range(4), *range(10, 14), *range(20, 24)]
+    conv = torch.tensor([[100.0 * i + row for row in rows] for i in range(4)])
+    shard = to_megatron(Unit("", ("c",), "qkv", transposed=True), [conv], shape, rank=1, tensor=2)
+    assert shard.tolist() == [[100.0 * i + row for i in range(4)] for row in (2, 12, 22, 3, 13, 23)]
+    bias = to_megatron(Unit("", ("c",), "qkv"), [conv[0]], shape, rank=0, tensor=2)
+    assert bias.tolist() == [0, 10, 20, 1, 11, 21]
 
 
 def test_a_value_head_has_no_hugging_face_class():

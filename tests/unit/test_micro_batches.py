@@ -64,6 +64,7 @@ def test_a_micro_batch_holds_its_rows_and_masked_padding():
     assert micro.lengths.tolist() == [5, 3, 1]
     assert micro.fields["mask"][:2].all() and not micro.fields["mask"][2].any()
     assert micro.positions[1].tolist() == list(range(6))
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 4], [0, 1, 2, 2, 2, 2], [0] * 6]
 
 
 def test_scatter_puts_rows_back_and_drops_columns_beyond_the_batch():
