@@ -100,7 +100,7 @@ def build(options, folder: str) -> tuple[PPOTrainer, TimedCritic, Job]:
         device=DEVICE,
         certify=config.refit.certify,
     )
-    samples = load_samples(config, job.tokenizer)
+    samples = load_samples(config, job)
     policy = build_policy(config, job.topology)
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": None}
     trainer = build_trainer(config, job, **parts, samples=samples, resumed=None)
