@@ -14,6 +14,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from aligner.parallel.cpu_linear import linear
+
 # On-disk name of the value or score head: NeMo's, and unlike the lm head's, so that neither can be loaded as the other.
 HEAD_KEY = "rm_head.weight"
 
@@ -50,7 +52,7 @@ class ResponseOutput(torch.nn.Module):
         chosen = self._chosen(hidden)
         if not self.sequence_parallel:
             chosen = copy_to_tensor_model_parallel_region(chosen, group=self.tensor_group)
-        return F.linear(chosen, weight), None
+        return linear(chosen, weight), None
 
     def _chosen(self, hidden: Tensor) -> Tensor:
         if self.positions is None:

@@ -14,6 +14,8 @@ from importlib.metadata import version
 
 import torch
 
+from aligner.parallel.cpu_linear import megatron_linear
+
 VERSION = "0.16.1"
 _CPU = torch.device("cpu")
 
@@ -44,6 +46,10 @@ _PATCHED = {
     "megatron.core.optimizer.optimizer": ("Float16OptimizerWithFloat16Params", "clip_grad_by_total_norm_fp32"),
     "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer",),
     "megatron.core.optimizer.clip_grads": ("clip_grad_by_total_norm_fp32",),
+    "megatron.core.tensor_parallel.layers": (
+        "linear_with_frozen_weight",
+        "linear_with_grad_accumulation_and_async_allreduce",
+    ),
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state", "CudaRNGStatesTracker"),
 }
 
@@ -202,6 +208,13 @@ def _patch_random() -> None:
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
 
 
+def _patch_linear_layers() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    layers.linear_with_frozen_weight = megatron_linear
+    layers.linear_with_grad_accumulation_and_async_allreduce = megatron_linear
+
+
 def _check_symbols() -> None:
     if (found := version("megatron-core")) != VERSION:
         raise RuntimeError(
@@ -258,4 +271,5 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # tied embeddings on the last stage call it
     _patch_optimizers()
     _patch_random()
+    _patch_linear_layers()
     jit.aligner_cpu = True
