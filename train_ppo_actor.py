@@ -55,7 +55,15 @@ def build_engine(config, job):
     if config.engine.kind is EngineKind.trtllm:
         raise UserError("engine.kind=trtllm is not there yet: use engine.kind=torch, which runs on CPU and GPU")
     limits = {name: getattr(config.engine, name) for name in ("max_batch_size", "max_input_len", "max_output_len")}
-    return TorchEngine(job.shape, **limits, dtype=job.engine_dtype(config), device=DEVICE, certify=config.refit.certify)
+    return TorchEngine(
+        job.shape,
+        **limits,
+        dtype=job.engine_dtype(config),
+        device=DEVICE,
+        certify=config.refit.certify,
+        use_native=config.engine.native,
+        token_bytes=job.tokenizer.token_bytes() if config.sampling.stop_strings else None,
+    )
 
 
 def connect_critic(config, job):

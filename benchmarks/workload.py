@@ -77,6 +77,15 @@ def make_smollm2(folder: Path) -> Path:
 
 def make_tiny(folder: Path) -> Path:
     """A random Llama of 0.3M parameters with a tokenizer of 512 words."""
+    return make_llama(folder, hidden=64, ffn=192, layers=5)
+
+
+def make_small_model(folder: Path) -> Path:
+    """The same with 1M parameters."""
+    return make_llama(folder, hidden=128, ffn=384, layers=5)
+
+
+def make_llama(folder: Path, *, hidden: int, ffn: int, layers: int) -> Path:
     if (folder / "config.json").is_file():
         return folder
     import torch
@@ -91,9 +100,9 @@ def make_tiny(folder: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=5,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=512,

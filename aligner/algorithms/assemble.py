@@ -164,6 +164,8 @@ def build_trainer(
         pad_id=job.tokenizer.pad_id,
         answer_deadline=config.critic.request_timeout,
     )
+    recorder = _recorder(config, job, resumed)
+    generation.on_progress = recorder.detail
     return PPOTrainer(
         config=config,
         topology=job.topology,
@@ -173,7 +175,13 @@ def build_trainer(
         critic=critic,
         generation=generation,
         validator=Validator(
-            generation, samples.held_out, max_output_len=config.engine.max_output_len, stop_token_ids=stop_ids
+            generation,
+            samples.held_out,
+            config.validation,
+            seed=config.run.seed,
+            max_output_len=config.engine.max_output_len,
+            stop_token_ids=stop_ids,
+            stop_strings=tuple(config.sampling.stop_strings),
         ),
         checkpoints=PairedCheckpoints(
             job.folder.checkpoints,
@@ -183,7 +191,7 @@ def build_trainer(
             topology=job.topology,
             critic_deadline=config.critic.request_timeout,
         ),
-        recorder=_recorder(config, job, resumed),
+        recorder=recorder,
         train_samples=samples.train,
         stop_token_ids=stop_ids,
     )

@@ -2,8 +2,8 @@
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import dataclass, replace
+from typing import Callable, Optional
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.algorithms.agreement import on_all
 from aligner.data.batch import Completion, CriticRows, Request, Rollouts, Sample, Score, ScoreRow, collate
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
-from aligner.data.tasks import wire_fields
+from aligner.data.tasks import STOP_STRINGS, wire_fields
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import Topology
 
@@ -73,6 +73,7 @@ class Generation:
     ) -> None:
         self.engine, self.critic, self.reward, self.topology = engine, critic, reward, topology
         self.chunk_size, self.pad_id, self.answer_deadline = chunk_size, pad_id, answer_deadline
+        self.on_progress: Callable[[str], None] = lambda text: None  # told in words how far this rank's share is
 
     def run(
         self, requests: list[Request], samples: dict[int, Sample], *, values: bool = True
@@ -80,6 +81,7 @@ class Generation:
         """Generate the world's `requests` (each rank its own share) and return all of them on every rank, with the answers under way.
 
         samples: sample_id -> its prompt's Sample. values: False where only scores are wanted (validation)."""
+        samples = {r.sample_id: with_stops(samples[r.sample_id], r.stop_strings) for r in requests}
         pending = Pending()
         finished = on_all(lambda: self._generate(self._share(requests), samples, pending, values), self.topology)
         everyone = gather_objects(finished, self.topology.cpu_group)
@@ -95,6 +97,7 @@ class Generation:
         self.engine.submit(mine)
         waiting: list[Completion] = []
         finished: list[Completion] = []
+        began = time.monotonic()
         while len(finished) < len(mine):
             done = self.engine.completed(timeout=self.answer_deadline)
             if not done:
@@ -102,6 +105,7 @@ class Generation:
                 raise RuntimeError(f"the rollout engine finished nothing in {self.answer_deadline:.0f} s ({progress})")
             finished += done
             waiting += done
+            self.on_progress(progress_text(finished, len(mine), time.monotonic() - began))
             while len(waiting) >= self.chunk_size or (waiting and len(finished) == len(mine)):
                 self._ask(waiting[: self.chunk_size], samples, pending, values)
                 waiting = waiting[self.chunk_size :]
@@ -135,6 +139,18 @@ class Generation:
         critic = self.critic.infer(_critic_rows(chunk, wire, self.pad_id, values)) if ask_critic else None
         reward = self.reward.score(_score_rows(chunk, fields)) if self.reward is not None else None
         pending.add([c.sample_id for c in chunk], critic, reward)
+
+
+def progress_text(finished: list[Completion], total: int, seconds: float) -> str:
+    tokens = sum(len(c.token_ids) for c in finished)
+    return f"{len(finished)} of {total} responses, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+
+
+def with_stops(sample: Sample, stop_strings: tuple[str, ...]) -> Sample:
+    """The sample as a scorer has to see it: text after a stop string is no part of a response."""
+    if not stop_strings:
+        return sample
+    return replace(sample, fields=sample.fields | {STOP_STRINGS: list(stop_strings)})
 
 
 def _critic_rows(chunk: list[Completion], fields: list[dict], pad_id: int, values: bool) -> CriticRows:

@@ -112,7 +112,8 @@ class PPOTrainer:
         warn_of_drift(step, experience.metrics["drift/mean"], alarm=self.config.logging.drift_alarm)
         faults.reach("trained", step)
         self.advance(step, rollouts, experience)
-        rows = sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience)
+        stops = self.config.sampling.stop_strings
+        rows = sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience, stops)
         on_all(lambda: self.recorder.training_samples(step, rows), self.topology)
         with phase("validate"):
             validation = self.validate_when_due(step)
@@ -158,6 +159,7 @@ class PPOTrainer:
                 max_output_len=self.config.engine.max_output_len,
                 temperature=self.config.sampling.temperature,
                 stop_token_ids=self.stop_token_ids,
+                stop_strings=tuple(self.config.sampling.stop_strings),
                 seed=self.config.run.seed,
             )
             for sample_id, sample in samples.items()
@@ -271,7 +273,10 @@ class PPOTrainer:
         if validation is None:
             return {}, 0
         self.validated = validation.metrics["val/reward"]
-        rows = sample_rows(validation.rollouts, validation.samples, validation.answers.scores, self.tokenizer)
+        stops = self.config.sampling.stop_strings
+        rows = sample_rows(
+            validation.rollouts, validation.samples, validation.answers.scores, self.tokenizer, stop_strings=stops
+        )
         on_all(lambda: self.recorder.validation_samples(step, rows), self.topology)
         return validation.metrics, int(validation.rollouts.lengths.sum())
 

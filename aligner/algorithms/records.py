@@ -1,7 +1,7 @@
 """What is told of a step: one JSON object a sample (where its prompt came from, what was said, what it was worth), and means."""
 
 import logging
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, Optional, Sequence
 
 from aligner.algorithms.experience import Experience
 from aligner.data.batch import Rollouts, Sample, Score
@@ -32,6 +32,7 @@ def sample_rows(
     scores: list[Score],
     tokenizer: Tokenizer,
     experience: Optional[Experience] = None,
+    stop_strings: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Rows in order of sample_id, made as they are asked for: on the rank that writes them. With an experience (training, not
     validation) KL and advantage of each row are there too."""
@@ -42,7 +43,7 @@ def sample_rows(
             "sample_id": sample_id,
             "origin": samples[sample_id].origin,
             "prompt": samples[sample_id].prompt,
-            "response": tokenizer.decode(response),
+            "response": tokenizer.response_text(response, stop_strings),
             "response_ids": response,
             "score": scores[b].value,
             "parts": scores[b].parts,

@@ -1,4 +1,4 @@
-"""Greedy responses to the same held-out prompts at every validation, scored like training responses."""
+"""Responses to the same held-out prompts at every validation, greedy unless set otherwise, scored like training responses."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Optional
 
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.records import part_means
+from aligner.config.groups import ValidationConfig
 from aligner.data.batch import Request, Rollouts, Sample
 
 VALIDATION_STREAM = 1
@@ -21,7 +22,15 @@ class Validation:
 
 class Validator:
     def __init__(
-        self, generation: Generation, samples: list[Sample], *, max_output_len: int, stop_token_ids: tuple[int, ...]
+        self,
+        generation: Generation,
+        samples: list[Sample],
+        settings: ValidationConfig,
+        *,
+        seed: int,
+        max_output_len: int,
+        stop_token_ids: tuple[int, ...],
+        stop_strings: tuple[str, ...] = (),
     ) -> None:
         self.generation = generation
         self.samples = dict(enumerate(samples))
@@ -30,8 +39,15 @@ class Validator:
                 sample_id=i,
                 prompt_ids=s.prompt_ids,
                 max_output_len=max_output_len,
-                temperature=0.0,
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                min_p=settings.min_p,
+                repetition_penalty=settings.repetition_penalty,
+                min_output_len=settings.min_output_len,
                 stop_token_ids=stop_token_ids,
+                stop_strings=stop_strings,
+                seed=seed,
                 stream=VALIDATION_STREAM,
             )
             for i, s in self.samples.items()

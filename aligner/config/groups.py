@@ -203,6 +203,18 @@ class SamplingConfig:
     """Sampling temperature; log-probs are those of the tempered distribution."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Further token ids that end a response, beside the tokenizer's end tokens."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a response with the whole token that completes one; scored and shown text ends with the stop string."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0: all. Refused in training, as is every setting below."""
+    top_p: float = 1.0
+    """Sample from the fewest likeliest tokens whose probabilities reach this share; 1: all."""
+    min_p: float = 0.0
+    """Sample from tokens of at least this share of the likeliest one's probability; 0: all."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that prompt or response hold; 1: none."""
+    min_output_len: int = 0
+    """Stop tokens are impossible before this many tokens."""
 
 
 @dataclass
@@ -219,6 +231,8 @@ class EngineConfig:
     """Type of the engine's weights and cache; auto: model.dtype."""
     threads: int = 0
     """CPU threads a rank while it generates and validates; 0: parallel.threads."""
+    native: bool = True
+    """torch engine on a CPU: compile its kernels with the C compiler at hand, where they are the fastest; false: torch's own."""
     offload_during_training: bool = False
     """Give the engine's KV cache and weights back while the policy trains."""
 
@@ -372,6 +386,18 @@ class ValidationConfig:
     """Steps between validations; 0 never. The first is before training."""
     max_prompts: int = 256
     """Held-out prompts, the same at each validation."""
+    temperature: float = 0.0
+    """Sampling temperature of validation; 0 is greedy."""
+    top_k: int = 0
+    """As sampling.top_k, for validation."""
+    top_p: float = 1.0
+    """As sampling.top_p, for validation."""
+    min_p: float = 0.0
+    """As sampling.min_p, for validation."""
+    repetition_penalty: float = 1.0
+    """As sampling.repetition_penalty, for validation."""
+    min_output_len: int = 0
+    """As sampling.min_output_len, for validation."""
 
 
 @dataclass

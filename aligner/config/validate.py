@@ -24,6 +24,10 @@ POSITIVE = [
     "optim.eps",
     "data.task_size",
     "sampling.temperature",
+    "sampling.top_p",
+    "sampling.repetition_penalty",
+    "validation.top_p",
+    "validation.repetition_penalty",
     "engine.max_batch_size",
     "engine.max_input_len",
     "engine.max_output_len",
@@ -74,12 +78,23 @@ NOT_NEGATIVE = [
     "serving.queue_delay_us",
     "checkpoint.every",
     "validation.every",
+    "validation.temperature",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.min_output_len",
+    "validation.top_k",
+    "validation.min_p",
+    "validation.min_output_len",
     "logging.drift_alarm",
 ]
 
 LONGEST_NAME = 255  # bytes, on the file systems that Linux uses
 
 AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout"]
+AT_MOST_ONE += [f"{group}.{name}" for group in ("sampling", "validation") for name in ("top_p", "min_p")]
+
+# Each changes the distribution that is sampled from; the policy's log-probs, which the ratio is made of, know the temperature alone
+BIASED_IN_TRAINING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_output_len": 0}
 
 
 def problems(config: Any) -> list[str]:
@@ -90,7 +105,7 @@ def problems(config: Any) -> list[str]:
     found += _reward(config.reward)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
-        found += [*_actor(config), *_data(config), *_algorithm(config)]
+        found += [*_actor(config), *_sampling(config), *_data(config), *_algorithm(config)]
     if isinstance(config, CriticConfig):
         found += _critic(config)
     return found
@@ -200,6 +215,22 @@ def _actor(config: ActorConfig) -> Iterator[str]:
         yield f"critic.endpoint={critic.endpoint} needs critic.place=remote, and it is {critic.place.name}"
     if critic.local_overrides and critic.place is not CriticPlace.local:
         yield f"critic.local_overrides needs critic.place=local, and it is {critic.place.name}"
+
+
+def _sampling(config: ActorConfig) -> Iterator[str]:
+    chosen = {name: getattr(config.sampling, name) for name in BIASED_IN_TRAINING}
+    given = [(name, value) for name, value in chosen.items() if value != BIASED_IN_TRAINING[name]]
+    if given:
+        said = ", ".join(f"sampling.{name}={value}" for name, value in given)
+        yield (
+            f"{said}: training samples from the policy's own distribution, or the ratio of log-probs would be biased; leave it out "
+            f"(validation.{given[0][0]} and generate.py may use it)"
+        )
+    if "" in config.sampling.stop_strings:
+        yield "sampling.stop_strings holds an empty string, which every response would end with"
+    longest = config.engine.max_output_len
+    if config.validation.min_output_len > longest:
+        yield f"validation.min_output_len={config.validation.min_output_len} exceeds engine.max_output_len={longest}"
 
 
 def _algorithm(config: ActorConfig) -> Iterator[str]:

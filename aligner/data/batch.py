@@ -25,7 +25,11 @@ class Sample:
 class Request:
     """One response asked of an engine.
 
-    sample_id: group_id * samples_per_prompt + k, unique in a run. temperature 0 is greedy. stream: 0 trains, 1 validates."""
+    The distribution of a token, in this order: repetition_penalty divides positive logits of ids that the prompt or the response
+    holds and multiplies negative ones; before min_output_len tokens stop_token_ids are impossible and stop_strings are not looked
+    for; temperature (0 is greedy: the best id, log-probs at temperature 1); then the top_k likeliest ids (0: all), of those the
+    fewest whose share reaches top_p, of those the ones of at least min_p times the likeliest's probability. Ids that tie with the
+    last one kept are kept. sample_id: group_id * samples_per_prompt + k, unique in a run. stream: 0 trains, 1 validates."""
 
     sample_id: int
     prompt_ids: list[int]
@@ -34,11 +38,18 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     stream: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_output_len: int = 0
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response. `finish_reason` is "stop" (an end token, which is the last of token_ids) or "length"."""
+    """One finished response. `finish_reason` is "stop" (the last of token_ids is a stop id, or completes a stop string) or
+    "length"."""
 
     sample_id: int
     prompt_ids: list[int]

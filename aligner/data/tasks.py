@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-WIRE_FIELDS = ("task", "config", "seed", "index", "digest")
+STOP_STRINGS = "_stop_strings"  # of the request: a scorer cuts the response's text behind the one that ended it
+WIRE_FIELDS = ("task", "config", "seed", "index", "digest", STOP_STRINGS)
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DRAW_TIMEOUT = 900.0

@@ -3,7 +3,9 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
+
+from aligner.data.token_bytes import token_bytes
 
 # Names that chat models end a turn or a document with; where a tokenizer has one as a special token, it ends a response.
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<end_of_turn>", "<|end_of_text|>", "<|end|>")
@@ -74,6 +76,21 @@ class Tokenizer:
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+    def response_text(self, ids: list[int], stop_strings: Sequence[str] = ()) -> str:
+        """Text of a response. Where its last token completed a stop string, the text ends with that string."""
+        text = self.decode(ids)
+        if not stop_strings or not ids:
+            return text
+        before = len(self.decode(ids[:-1]))
+        ends = [at + len(stop) for stop in stop_strings if (at := text.find(stop, max(0, before - len(stop)))) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def token_bytes(self) -> list[bytes]:
+        """What each id adds to a text, in UTF-8; nothing for special tokens. Several ids may share one character.
+
+        Raises ValueError for a tokenizer that is neither byte-level nor of SentencePiece's kind."""
+        return token_bytes(self._tokenizer, self.vocab_size)
 
     def chat(self, messages: list[dict[str, str]], system: Optional[str] = None) -> list[int]:
         """Ids of a conversation by the chat template, with the opening of the assistant's turn.

@@ -7,6 +7,7 @@ from typing import Any
 from aligner.config.groups import RewardConfig, RewardKind
 from aligner.data.batch import Score, ScoreRow
 from aligner.data.interfaces import RewardSource
+from aligner.data.tasks import STOP_STRINGS
 from aligner.data.tokenizer import Tokenizer
 from aligner.rewards.pool import WorkerPool
 
@@ -22,7 +23,8 @@ class VerifierReward:
 
     def _request(self, row: ScoreRow) -> dict[str, Any]:
         sample = {"prompt": self._tokenizer.decode(row.prompt_ids), **row.fields, "ended": row.ended}
-        return {"response": self._tokenizer.decode(row.response_ids), "sample": sample}
+        stops = sample.pop(STOP_STRINGS, ())
+        return {"response": self._tokenizer.response_text(row.response_ids, stops), "sample": sample}
 
     def close(self) -> None:
         self.pool.close()

@@ -52,8 +52,9 @@ class BuildLimits:
             ]
             if foreign:
                 yield f"{kind} token id {foreign[0]} is outside the vocabulary of {self.vocab_size}"
-        if not (request.temperature >= 0 and math.isfinite(request.temperature)):
-            yield f"temperature={request.temperature} must be finite and at least 0 (0 is greedy)"
+        yield from sampling_problems(request)
+        if not 0 <= request.min_output_len <= limit:
+            yield f"min_output_len={request.min_output_len} must be from 0 to max_output_len={limit}"
         for name, value, bits in (
             ("sample_id", request.sample_id, 63),
             ("seed", request.seed, 64),
@@ -61,6 +62,22 @@ class BuildLimits:
         ):
             if not 0 <= value < 2**bits:
                 yield f"{name}={value} must be from 0 to 2**{bits} - 1"
+
+
+def sampling_problems(request: Request) -> Iterator[str]:
+    """What is wrong with the distribution that a request asks for, without regard to a build."""
+    if not (request.temperature >= 0 and math.isfinite(request.temperature)):
+        yield f"temperature={request.temperature} must be finite and at least 0 (0 is greedy)"
+    if request.top_k < 0:
+        yield f"top_k={request.top_k} must be at least 0 (0 keeps every token)"
+    if not 0 < request.top_p <= 1:
+        yield f"top_p={request.top_p} must be greater than 0 and at most 1 (1 keeps every token)"
+    if not 0 <= request.min_p <= 1:
+        yield f"min_p={request.min_p} must lie between 0 and 1 (0 keeps every token)"
+    if not (request.repetition_penalty > 0 and math.isfinite(request.repetition_penalty)):
+        yield f"repetition_penalty={request.repetition_penalty} must be finite and greater than 0 (1 is none)"
+    if "" in request.stop_strings:
+        yield "a stop string is empty"
 
 
 class WeightState:

@@ -1,8 +1,8 @@
-"""Linear layers of the inference model, with the kernel that is fastest on this machine.
+"""Linear layers of the inference model, with the kernels that are fastest on this machine.
 
-On a CPU in float32, oneDNN takes 0.5 to 0.9 of the time of the BLAS behind F.linear at the row counts of a decode step (measured: Zen 3,
-4 to 64 rows), on plain weights, so that a refit stays a copy. Weights packed ahead for it would save a further quarter of a step, but
-packing after each refit costs as much as twenty steps and twice the memory. The operator is private to torch, so it is probed first."""
+A decode step multiplies few rows with every weight. On a CPU the kernels of native.c read each weight once and are made for that;
+oneDNN's are next, on plain weights, so that a refit stays a copy; F.linear works everywhere. Which it is, is timed at build with the
+largest weight of a layer. Both others may be absent (no C compiler; oneDNN's operator is private to torch), so each is probed."""
 
 import math
 import time
@@ -13,13 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.models.model_config import ModelShape
+from aligner.rollout import native
+
 SMALL_WEIGHT = 2**18  # elements; below, call overhead hides any gain, and one fixed kernel keeps results reproducible
+MOST_ROWS = 128  # timed; larger batches meet the weights in parts of this size
+NATIVE_MARGIN = 1.3  # native.c may take this much longer in the timing: it also attends and samples faster than torch
 MARGIN = 0.9  # oneDNN must take less than this share of the time, so that noise does not decide
 
 
 class Kernel(Enum):
     plain = "plain"
     onednn = "onednn"
+    native = "native"
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
@@ -33,27 +39,43 @@ class Linear:
         self.weight, self.bias, self.kernel = weight, bias, kernel
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.kernel is Kernel.plain:
-            return F.linear(x, self.weight, self.bias)
-        return onednn_linear(x, self.weight, self.bias)
+        if self.kernel is Kernel.onednn:
+            return onednn_linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 def choose_kernel(
-    out_features: int, in_features: int, *, rows: int, dtype: torch.dtype, device: torch.device
+    shape: ModelShape, *, rows: int, dtype: torch.dtype, device: torch.device, use_native: bool = True
 ) -> Kernel:
-    """The faster kernel for `rows` rows, by a micro-timing; plain wherever there is nothing to choose."""
-    if device.type != "cpu" or dtype != torch.float32 or out_features * in_features < SMALL_WEIGHT:
+    """The fastest kernel for `rows` rows. Small models are not timed: call overhead would hide any difference, and one fixed kernel
+    keeps results reproducible."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return Kernel.plain
-    x, weight = torch.ones(rows, in_features), torch.ones(out_features, in_features)
+    size = (2 * shape.ffn_hidden_size, shape.hidden_size)
+    x, weight = torch.ones(min(rows, MOST_ROWS), size[1], dtype=dtype), torch.ones(size, dtype=dtype)
+    kernels = {Kernel.plain: lambda: F.linear(x, weight)}
+    if dtype == torch.float32 and weight.numel() >= SMALL_WEIGHT and _works(x, weight):
+        kernels[Kernel.onednn] = lambda: onednn_linear(x, weight, None)
+    if use_native and native.library() is not None:
+        if weight.numel() < SMALL_WEIGHT:
+            return Kernel.native
+        panel, activations = torch.empty(native.PANEL_TOKENS * size[1]), x.float()
+        kernels[Kernel.native] = lambda: native.linear(activations, weight, panel)
+    times = dict(zip(kernels, fastest(*kernels.values())))
+    best = min(times, key=times.get)
+    if Kernel.native in times and times[Kernel.native] < NATIVE_MARGIN * times[best]:
+        return Kernel.native
+    return best if times[best] < MARGIN * times[Kernel.plain] else Kernel.plain
+
+
+def _works(x: Tensor, weight: Tensor) -> bool:
+    """Whether this build of torch has oneDNN's operator, as it was."""
     try:
         answer = onednn_linear(x, weight, None)
-    except (RuntimeError, AttributeError, TypeError):  # this build of torch lacks the operator, or it changed
-        return Kernel.plain
+    except (RuntimeError, AttributeError, TypeError):
+        return False
     plain = F.linear(x, weight)
-    if answer.shape != plain.shape or not torch.allclose(answer, plain):
-        return Kernel.plain
-    onednn_time, plain_time = fastest(lambda: onednn_linear(x, weight, None), lambda: F.linear(x, weight))
-    return Kernel.onednn if onednn_time < MARGIN * plain_time else Kernel.plain
+    return answer.shape == plain.shape and torch.allclose(answer, plain)
 
 
 def fastest(*calls: Callable[[], Tensor], repeats: int = 5) -> list[float]:

@@ -1,9 +1,10 @@
 """The embedded engine: continuous batching in eager torch, on a CPU or a GPU. Every rank runs its own with a full copy of the weights."""
 
+import math
 import time
 from collections import deque
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Sequence
 
 import numpy as np
 import torch
@@ -13,16 +14,18 @@ from aligner.config.groups import Certify
 from aligner.data.batch import Completion, Request
 from aligner.data.interfaces import RefitCertificate, WeightUpdate
 from aligner.models.model_config import ModelShape
+from aligner.rollout import native
 from aligner.rollout.cache import KVCache, round_up
 from aligner.rollout.engine import BuildLimits, WeightState
-from aligner.rollout.linear import Kernel
+from aligner.rollout.linear import Kernel, choose_kernel
+from aligner.rollout.native_transformer import NativeTransformer
+from aligner.rollout.prefill_plan import PrefillPlan
 from aligner.rollout.refit import checked, checksum
-from aligner.rollout.sampling import sample
+from aligner.rollout.sampling import Truncation, penalise, sample
 from aligner.rollout.slots import Pending, Slots
 from aligner.rollout.transformer import Transformer
 from aligner.rollout.weights import Weights
 
-PREFILL_TOKENS = 4096  # prompt tokens a prefill pass: bounds its activations; one longer prompt goes alone
 REFILL_SHARE = 8  # waiting requests join once 1/8 of the rows is free: prefilling a few at a time would waste matmuls
 
 
@@ -42,25 +45,38 @@ class TorchEngine:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         certify: Certify = Certify.sampled,
+        use_native: bool = True,
         kernel: Optional[Kernel] = None,
+        token_bytes: Optional[Sequence[bytes]] = None,
     ):
-        """kernel: of every linear layer; None times them (see linear.py)."""
+        """use_native: whether the compiled kernels may be used. kernel: None chooses (see linear.py). token_bytes:
+        Tokenizer.token_bytes(), for stop strings."""
         self.limits = BuildLimits(max_batch_size, max_input_len, max_output_len, shape.vocab_size)
         self.limits.check_context(shape.max_position_embeddings)
         self.device, self.dtype, self.certify = torch.device(device), dtype, certify
         length = round_up(max_input_len + max_output_len)
         check_memory(shape, limits=self.limits, length=length, dtype=dtype, device=self.device)
-        self.weights = Weights(shape, rows=max_batch_size, dtype=dtype, device=self.device, kernel=kernel)
+        kernel = kernel or choose_kernel(
+            shape, rows=max_batch_size, dtype=dtype, device=self.device, use_native=use_native
+        )
+        self.weights = Weights(shape, dtype=dtype, device=self.device, kernel=kernel)
         self.cache = make_cache(shape, rows=max_batch_size, length=length, dtype=dtype, device=self.device)
         self.weight_nbytes, self.cache_nbytes = self.weights.nbytes, self.cache.nbytes
         self.nbytes = self.weight_nbytes + self.cache_nbytes
-        self.transformer = Transformer(shape, self.weights, self.cache)
+        self.kernel = kernel
+        model = NativeTransformer if kernel is Kernel.native else Transformer
+        self.transformer = model(shape, self.weights, self.cache)
         self.state = WeightState()
-        self.slots = Slots(max_batch_size, max_output_len)
+        self.token_bytes = token_bytes
+        self.slots = self._empty_slots()
         self.waiting: deque[Pending] = deque()
         self.finished: list[tuple[int, Completion]] = []
         self.submitted = 0
         self.idle_reason: Optional[str] = None  # paused or closed
+
+    def _empty_slots(self) -> Slots:
+        limits = self.limits
+        return Slots(limits.max_batch_size, limits.max_input_len, limits.max_output_len, token_bytes=self.token_bytes)
 
     @property
     def running(self) -> int:
@@ -74,6 +90,7 @@ class TorchEngine:
         self._require_no_requests("refit")
         if update.kind != "full":
             raise ValueError(f"the torch engine takes full updates, not kind={update.kind!r}")
+        self.slots.forget()
         with self.state.refitting(update.version):
             for name, tensor in checked(update.tensors, self.weights.expected()):
                 self.weights.write(name, tensor)
@@ -91,6 +108,10 @@ class TorchEngine:
         self._require_open("take requests")
         self.state.require_usable("take requests")
         self.limits.check(requests)
+        if self.token_bytes is None and any(r.stop_strings for r in requests):
+            raise ValueError("stop strings need an engine that was built with token_bytes=tokenizer.token_bytes()")
+        if not self.running:
+            self.slots.forget()  # so that what an engine did before never changes the rounding of what it does next
         flying = {p.request.sample_id for p in (*self.waiting, *self.slots.pending)}
         for request in requests:
             if request.sample_id in flying:
@@ -138,6 +159,7 @@ class TorchEngine:
             raise RuntimeError("the engine cannot resume: it is closed")
         self.cache.restore()
         self.weights.restore()
+        self.transformer.bind()
         self.idle_reason = None
         self.state.block("its weights were given back by pause()")
 
@@ -162,7 +184,7 @@ class TorchEngine:
 
     def _drop_requests(self) -> None:
         self.waiting.clear()
-        self.slots = Slots(self.limits.max_batch_size, self.limits.max_output_len)
+        self.slots = self._empty_slots()
 
     def _step(self) -> None:
         """Let waiting requests in, then one token for every active row."""
@@ -170,53 +192,74 @@ class TorchEngine:
         if self.slots.active:
             active = slice(0, self.slots.active)
             positions = self.slots.lengths[active] - 1
-            window = round_up(int(positions.max()) + 1)
-            self._record(active, self.transformer.decode(self.slots.last_tokens(), positions, window=window))
+            self._sample(active, self.transformer.decode(self.slots.last_tokens(), positions))
+            self._harvest()
 
     def _admit(self) -> None:
-        """Prefill in chunks, the longest prompts last, and sample each one's first token."""
+        """Let as many in as there are rows, once enough rows are free, and sample each one's first token."""
         enough = min(len(self.waiting), max(1, self.slots.rows // REFILL_SHARE))
         if not self.waiting or (self.slots.active and self.slots.free < enough):
             return
         chunk = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.slots.free))]
-        chunk.sort(key=lambda p: len(p.request.prompt_ids))
-        for group in prefill_groups(chunk):
-            prompts = {}
-            prompt_of_row = np.array([prompts.setdefault(tuple(p.request.prompt_ids), len(prompts)) for p in group])
-            first = self.slots.active
-            logits = self.transformer.prefill(
-                [list(ids) for ids in prompts], prompt_of_row=prompt_of_row, first_row=first
-            )
-            self.slots.add(group)
-            self._record(slice(first, self.slots.active), logits)
-
-    def _record(self, rows: slice, logits: Tensor) -> None:
-        """Sample for `rows`, and move what has finished out."""
-        slots = self.slots
-        temperature = slots.temperature[rows]
-        tokens, logprobs = sample(
-            logits,
-            uniforms=torch.from_numpy(slots.next_uniforms(rows)).to(self.device),
-            temperature=torch.from_numpy(temperature).to(self.device),
-            vocab_size=self.limits.vocab_size,
-            any_greedy=bool((temperature == 0).any()),
-        )
-        logprobs = logprobs.cpu().numpy()
-        if not np.isfinite(logprobs).all():
-            self._fail_non_finite(rows.start + int(np.argmin(np.isfinite(logprobs))))
-        slots.record(rows, tokens.cpu().numpy(), logprobs)
+        plan = PrefillPlan(chunk, self.slots)
+        self._move(plan.targets, plan.sources, plan.copied)
+        self.slots.add(plan.pending)
+        for run in plan.passes(self.transformer.prefill_tokens):
+            logits = self.transformer.prefill(run.tokens, rows=run.rows, starts=run.starts, final=run.final)
+            if run.final:
+                self._move(*run.copies())
+                self._sample(run.finished, logits[torch.from_numpy(run.repeats()).to(self.device)])
         self._harvest()
 
+    def _sample(self, rows: slice, logits: Tensor) -> None:
+        """One token for each of `rows` from logits [n, V], which are overwritten."""
+        slots = self.slots
+        on_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
+        if slots.any_penalty:
+            penalty = on_device(slots.repetition_penalty[rows])
+            penalise(logits, history=on_device(slots.history(rows)), penalty=penalty)
+        if slots.any_minimum:
+            row, token = slots.forbidden(rows)
+            logits[on_device(row), on_device(token)] = -math.inf
+        tokens, logprobs = self._draw(rows, logits)
+        if not np.isfinite(logprobs).all():
+            self._fail_non_finite(rows.start + int(np.argmin(np.isfinite(logprobs))))
+        slots.record(rows, tokens, logprobs)
+
+    def _draw(self, rows: slice, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        slots = self.slots
+        uniforms, temperature = slots.next_uniforms(rows), slots.temperature[rows]
+        if self.kernel is Kernel.native and not slots.any_truncated:
+            return native.sample(logits, uniforms=uniforms, temperature=temperature)
+        on_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
+        truncation = None
+        if slots.any_truncated:
+            truncation = Truncation(*(on_device(x[rows]) for x in (slots.top_k, slots.top_p, slots.min_p)))
+        tokens, logprobs = sample(
+            logits,
+            uniforms=on_device(uniforms),
+            temperature=on_device(temperature),
+            vocab_size=self.limits.vocab_size,
+            any_greedy=slots.any_greedy,
+            truncation=truncation,
+        )
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
     def _harvest(self) -> None:
+        """Move what has finished out, and close the gaps."""
         slots, done = self.slots, self.slots.finished()
         if not done.any():
             return
         for row in np.flatnonzero(done).tolist():
             self.finished.append((slots.pending[row].order, slots.completion(row, self.state.version)))
-        used = int(slots.lengths[: slots.active].max())
+        used = int(slots.cached[: slots.active].max())
         holes, movers = slots.remove(done)
-        if len(holes):
-            self.cache.move(*(torch.from_numpy(x).to(self.device) for x in (holes, movers)), length=round_up(used))
+        self._move(np.concatenate([holes, movers]), np.concatenate([movers, holes]), used)
+
+    def _move(self, targets: np.ndarray, sources: np.ndarray, length: int) -> None:
+        """Rows of the cache, as a simultaneous assignment."""
+        if len(targets):
+            self.cache.move(*(torch.from_numpy(x).to(self.device) for x in (targets, sources)), length=length)
 
     def _fail_non_finite(self, row: int) -> None:
         sample_id = self.slots.pending[row].request.sample_id
@@ -227,16 +270,6 @@ class TorchEngine:
         )
         self.state.block(reason)
         raise FloatingPointError(f"{reason}; the policy has diverged or the engine's dtype {self.dtype} overflows")
-
-
-def prefill_groups(chunk: list[Pending]) -> list[list[Pending]]:
-    """Consecutive groups of at most PREFILL_TOKENS right-padded tokens (one longer prompt goes alone); `chunk` sorted by length."""
-    groups: list[list[Pending]] = []
-    for pending in chunk:
-        if not groups or (len(groups[-1]) + 1) * len(pending.request.prompt_ids) > PREFILL_TOKENS:
-            groups.append([])
-        groups[-1].append(pending)
-    return groups
 
 
 def make_cache(shape: ModelShape, *, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -256,7 +289,7 @@ def check_memory(
 ) -> None:
     """ValueError with the figures where weights and cache would not fit into the free memory of `device`."""
     meta = torch.device("meta")
-    weights = Weights(shape, rows=limits.max_batch_size, dtype=dtype, device=meta).nbytes
+    weights = Weights(shape, dtype=dtype, device=meta).nbytes
     cache = make_cache(shape, rows=limits.max_batch_size, length=length, dtype=dtype, device=meta).nbytes
     free = free_memory(device)
     if weights + cache > free:

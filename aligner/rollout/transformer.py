@@ -1,9 +1,11 @@
 """The forward pass of the torch engine: Llama, Qwen2 and Qwen3, inference only.
 
-Legend: n rows of a decode step or tokens of a prefill, u prompts, T the longest of them, H query heads, K KV heads, D head size,
+Legend: n rows of a decode step or tokens of a prefill, u pieces of prompts, T the longest of them, H query heads, K KV heads, D head size,
 G = H / K, V vocabulary, f the MLP's width."""
 
 import math
+from functools import partial
+from typing import Optional
 
 import numpy as np
 import torch
@@ -11,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.model_config import ModelShape
-from aligner.rollout.cache import KVCache
+from aligner.rollout.cache import KVCache, round_up
 from aligner.rollout.rope import rope_tables, rotate
 from aligner.rollout.weights import Layer, Weights
 
 
 class Transformer:
     """Next-token logits over a Weights and a KVCache. Rows of the cache are sequences; active ones come first."""
+
+    prefill_tokens = 4096  # right-padded tokens a prefill pass: bounds its activations
 
     def __init__(self, shape: ModelShape, weights: Weights, cache: KVCache):
         self.shape, self.weights, self.cache = shape, weights, cache
@@ -35,11 +39,15 @@ class Transformer:
         self.kv_heads = torch.arange(self.groups, device=self.device)[None]
         self.at = torch.arange(cache.length, device=self.device)
 
+    def bind(self) -> None:
+        """Weights or cache have been given back and restored: nothing to do, the tensors are the same."""
+
     @torch.inference_mode()
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, *, window: int) -> Tensor:
+    def decode(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Append one token to each of the first n rows; logits [n, V] float32 for the next ones.
 
-        tokens [n] int64, positions [n] int64 where they go; window: a multiple of 16 above every position."""
+        tokens [n] int64, positions [n] int64 where they go."""
+        window = round_up(int(positions.max()) + 1)
         tokens, positions = (torch.from_numpy(x).to(self.device) for x in (tokens, positions))
         n = tokens.size(0)
         x = F.embedding(tokens, self.weights.embedding)
@@ -59,39 +67,30 @@ class Transformer:
         return self._logits(x)
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], *, prompt_of_row: np.ndarray, first_row: int) -> Tensor:
-        """Write prompts into the rows from first_row on; logits [rows, V] float32 for the token after each row's prompt.
+    def prefill(
+        self, tokens: list[np.ndarray], *, rows: np.ndarray, starts: np.ndarray, final: bool = True
+    ) -> Optional[Tensor]:
+        """Write pieces of sequences into the cache; logits [u, V] float32 after each one's last token, None where not `final`.
 
-        prompts: u lists of token ids. prompt_of_row [rows] int64: which prompt a row gets (several may share one).
+        tokens: u arrays [t] int64. rows [u] int64: of the cache, each of which holds everything before starts [u] int64.
         Linear layers see the tokens packed, without padding; attention sees them right-padded to [u, T]."""
-        lengths = np.array([len(prompt) for prompt in prompts])
-        layout = PrefillLayout(lengths, self.device)
-        rows = slice(first_row, first_row + len(prompt_of_row))
-        copies = (
-            None
-            if np.array_equal(prompt_of_row, np.arange(len(prompts)))
-            else torch.from_numpy(prompt_of_row).to(self.device)
-        )
-        x = F.embedding(torch.from_numpy(np.concatenate(prompts)).to(self.device), self.weights.embedding)
+        layout = PrefillLayout(tokens, rows, starts, self.device)
+        x = F.embedding(torch.from_numpy(np.concatenate(tokens)).to(self.device), self.weights.embedding)
         cos, sin = self.cos[layout.positions][:, None], self.sin[layout.positions][:, None]
-        final = self.weights.layers[-1]
+        index = (layout.row_of_token[:, None], self.kv_heads, layout.positions[:, None])
+        last_layer = self.weights.layers[-1]
         for layer, keys, values in zip(self.weights.layers, self.cache.keys, self.cache.values):
-            query, key, value = (
-                layout.pad(part).transpose(1, 2) for part in self._split(*self._qkv(layer, x, cos, sin))
-            )
-            keys[rows, :, : layout.width] = key if copies is None else key[copies]
-            values[rows, :, : layout.width] = value if copies is None else value[copies]
-            attended = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=self.groups != self.heads
-            )
-            attended = layout.unpad(attended.transpose(1, 2)).flatten(1)
-            if (
-                layer is final
-            ):  # only the last token of each prompt is asked for: the rest of the last block is not needed
+            query_key, value = self._qkv(layer, x, cos, sin)
+            query, key = query_key[:, : self.heads], query_key[:, self.heads :]
+            keys.index_put_(index, key)
+            values.index_put_(index, value)
+            if layer is last_layer and not final:
+                return None
+            attended = layout.attend(query, key, value, keys, values, scale=self.scale)
+            if layer is last_layer:  # only each piece's last token is asked for: the rest of the block is not needed
                 x, attended = x[layout.last], attended[layout.last]
             x = self._finish(layer, x, attended)
-        logits = self._logits(x)
-        return logits if copies is None else logits[copies]
+        return self._logits(x)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.size(-1),), weight, self.shape.layernorm_epsilon)
@@ -103,9 +102,6 @@ class Transformer:
         if layer.qk_norms is not None:
             query_key = F.rms_norm(query_key, (self.dim,), None, self.shape.layernorm_epsilon) * layer.qk_norms
         return rotate(query_key, cos, sin), value
-
-    def _split(self, query_key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return query_key[:, : self.heads], query_key[:, self.heads :], value
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """query [n, K, G, D], keys and values [n, K, window, D], mask [n, 1, 1, window] added -> [n, K, G, D].
@@ -130,24 +126,46 @@ class Transformer:
 
 
 class PrefillLayout:
-    """Where the packed tokens of u prompts lie in a right-padded [u, T], and back."""
+    """Where the packed tokens of u pieces lie in a right-padded [u, T], and what they attend to."""
 
-    def __init__(self, lengths: np.ndarray, device: torch.device):
-        starts = np.cumsum(lengths) - lengths
+    def __init__(self, tokens: list[np.ndarray], rows: np.ndarray, starts: np.ndarray, device: torch.device):
+        lengths = np.array([len(piece) for piece in tokens])
+        ends = np.cumsum(lengths)
+        first = ends - lengths
         self.count, self.width = len(lengths), int(lengths.max())
         self.even = bool((lengths == self.width).all())
-        prompt = np.repeat(np.arange(self.count), lengths)
-        positions = np.arange(int(lengths.sum())) - starts[prompt]
-        # Padding repeats a prompt's last token: finite, after every real position, and overwritten or masked later on.
-        padded = starts[:, None] + np.minimum(np.arange(self.width), lengths[:, None] - 1)
+        self.fresh = not starts.any()  # nothing lies before: the pieces attend to themselves alone
+        piece = np.repeat(np.arange(self.count), lengths)
+        column = np.arange(int(ends[-1])) - first[piece]
+        # Padding repeats a piece's last token: finite, after every real position, and dropped afterwards.
+        padded = first[:, None] + np.minimum(np.arange(self.width), lengths[:, None] - 1)
         to_device = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
-        self.prompt, self.positions, self.padded = to_device(prompt), to_device(positions), to_device(padded)
-        self.last = to_device(starts + lengths - 1)
+        self.piece, self.column, self.padded, self.last = map(to_device, (piece, column, padded, ends - 1))
+        self.rows, self.row_of_token, self.positions = map(to_device, (rows, rows[piece], starts[piece] + column))
+        self.window = round_up(int((starts + lengths).max()))
+        if not self.fresh:
+            at = torch.arange(self.window, device=device)
+            self.seen = at <= (self.positions[self.padded])[:, :, None]  # [u, T, window]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, *, scale: float
+    ) -> Tensor:
+        """query [n, H, D], key and value [n, K, D] of the pieces, keys and values of the cache's layer -> [n, H * D]."""
+        grouped = query.size(1) != key.size(1)
+        attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=grouped)
+        query = self.pad(query)
+        if self.fresh:
+            attended = attention(query, self.pad(key), self.pad(value), is_causal=True)
+        else:
+            keys, values = (cached[self.rows, :, : self.window] for cached in (keys, values))
+            attended = attention(query, keys, values, attn_mask=self.seen[:, None])
+        return self.unpad(attended.transpose(1, 2)).flatten(1)
 
     def pad(self, packed: Tensor) -> Tensor:
-        """[n, heads, D] -> [u, T, heads, D]"""
-        return packed.unflatten(0, (self.count, self.width)) if self.even else packed[self.padded]
+        """[n, heads, D] -> [u, heads, T, D]"""
+        padded = packed.unflatten(0, (self.count, self.width)) if self.even else packed[self.padded]
+        return padded.transpose(1, 2)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[u, T, heads, D] -> [n, heads, D]"""
-        return padded.flatten(0, 1) if self.even else padded[self.prompt, self.positions]
+        return padded.flatten(0, 1) if self.even else padded[self.piece, self.column]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aligner.models.model_config import ModelShape
-from aligner.rollout.linear import Kernel, Linear, choose_kernel
+from aligner.rollout.linear import Kernel, Linear
 
 
 class Layer:
@@ -24,13 +24,10 @@ class Layer:
 class Weights:
     """`views`: Hugging Face name -> writable view, the only way in. The vocabulary is the real one, without padding."""
 
-    def __init__(
-        self, shape: ModelShape, *, rows: int, dtype: torch.dtype, device: torch.device, kernel: Optional[Kernel] = None
-    ):
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, kernel: Kernel = Kernel.plain):
         if shape.gpt2_style:
             raise ValueError("the torch engine does not generate with GPT-2-style models yet")
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self._rows, self._kernels, self._forced = rows, {}, kernel
+        self.shape, self.dtype, self.device, self.kernel = shape, dtype, device, kernel
         self._buffers: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
         self.embedding = self._zeros(shape.vocab_size, shape.hidden_size)
@@ -48,12 +45,7 @@ class Weights:
         return self._buffers[-1]
 
     def _linear(self, weight: Tensor, bias: Optional[Tensor]) -> Linear:
-        size = tuple(weight.shape)
-        if size not in self._kernels:
-            self._kernels[size] = self._forced or choose_kernel(
-                *size, rows=self._rows, dtype=self.dtype, device=self.device
-            )
-        return Linear(weight, bias, self._kernels[size])
+        return Linear(weight, bias, self.kernel)
 
     def _layer(self, index: int) -> Layer:
         s, prefix = self.shape, f"model.layers.{index}."

@@ -15,6 +15,7 @@ SHOWN = (  # key in the metrics, label, format
     ("tokens_per_second", "tokens/s", ".0f"),
     ("time/step", "s/step", ".1f"),
 )
+DETAIL_EVERY = 30.0  # seconds
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], eta: Optional[float] = None) -> str:
@@ -50,12 +51,20 @@ class Progress:
         self._total, self._done, self._first = total, done, done
         self._began = time.monotonic()
         self._metrics: dict[str, float] = {}
-        self._phase = "starting"
+        self.phase("starting")
         self._live = _live_display(self) if (sys.stderr.isatty() if live is None else live) else None
 
     def phase(self, name: str) -> None:
         """A phase of the step begins (Timers' on_phase)."""
-        self._phase = name
+        self._phase, self._detail, self._told = name, "", time.monotonic()
+
+    def detail(self, text: str) -> None:
+        """How far the running phase is: at once on a terminal, elsewhere a line each DETAIL_EVERY seconds of a long phase."""
+        self._detail = text
+        now = time.monotonic()
+        if self._live is None and now - self._told >= DETAIL_EVERY:
+            self._told = now
+            log.info("%s: %s", self._phase, text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done. Values of earlier steps (val/accuracy) stay on display until replaced."""
@@ -82,7 +91,9 @@ class Progress:
 
         line = step_line(self._done, self._total, self._metrics, self.seconds_left())
         bar = ProgressBar(total=max(1, self._total), completed=self._done, width=60)
-        return Group(Text(f"{line}  now: {self._phase}"), Text(phase_line(self._metrics), style="dim"), bar)
+        return Group(
+            Text(f"{line}  now: {self._phase} {self._detail}"), Text(phase_line(self._metrics), style="dim"), bar
+        )
 
 
 def _live_display(progress: Progress):

@@ -45,6 +45,11 @@ class Recorder:
     def phase(self, name: str) -> ContextManager[None]:
         return self.timers.phase(name)
 
+    def detail(self, text: str) -> None:
+        """How far the running phase is."""
+        if self._progress is not None:
+            self._progress.detail(text)
+
     def start(self) -> None:
         """The first step begins now. Later ones begin where the one before ended, so a checkpoint counts in the step that follows it."""
         self.timers.start_step()

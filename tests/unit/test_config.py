@@ -287,3 +287,26 @@ def test_shipped_configurations_load(path):
     if job is ActorConfig and not {"task", "prompts"} & set(written.get("data", {})):
         words.append("data.task=chain_sum")
     assert isinstance(load(job, words, path.stem), job)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("sampling.top_k=40", "sampling.top_k=40: training samples from the policy's own distribution"),
+        ("sampling.top_p=0.9", "validation.top_p and generate.py may use it"),
+        ("sampling.min_p=0.1", "sampling.min_p=0.1"),
+        ("sampling.repetition_penalty=1.1", "the ratio of log-probs would be biased"),
+        ("sampling.min_output_len=3", "sampling.min_output_len=3"),
+        ("sampling.stop_strings=['']", "sampling.stop_strings holds an empty string"),
+        ("validation.top_p=1.5", "validation.top_p=1.5 must lie between 0 and 1"),
+        ("validation.min_output_len=100000", "exceeds engine.max_output_len"),
+    ],
+)
+def test_what_would_bias_training_is_refused(word, says):
+    assert [says in line for line in problems(*GIVEN, word)] == [True]
+
+
+def test_validation_may_sample_as_it_likes():
+    settings = ["temperature=0.7", "top_k=40", "top_p=0.9", "min_p=0.1", "repetition_penalty=1.1", "min_output_len=3"]
+    config = load(ActorConfig, [*GIVEN, *(f"validation.{s}" for s in settings)], "ppo_actor")
+    assert (config.validation.top_k, config.validation.temperature) == (40, 0.7)

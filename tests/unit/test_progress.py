@@ -67,3 +67,26 @@ def test_the_live_display_starts_and_stops(capfd):
     progress.step(1, METRICS)
     progress.close()
     assert "step 1/2" in capfd.readouterr().err
+
+
+def test_a_long_phase_says_how_far_it_is(caplog, monkeypatch):
+    """Without a terminal a line each 30 s, on one at once; the next phase begins anew."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    progress = Progress(10, live=False)
+    progress.phase("generate")
+    with caplog.at_level(logging.INFO, logger="aligner"):
+        for seconds in (10, 29, 31, 45, 62):
+            now[0] = seconds
+            progress.detail(f"{seconds} of 99 responses")
+    assert [record.message for record in caplog.records] == [
+        "generate: 31 of 99 responses",
+        "generate: 62 of 99 responses",
+    ]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(progress)
+    assert "now: generate 62 of 99 responses" in shown.getvalue()
+    progress.phase("train")
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(progress)
+    assert "responses" not in shown.getvalue()

@@ -1,24 +1,26 @@
 """The torch engine against Hugging Face's generate and log_softmax, and its promise that a sample does not depend on its company."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from aligner.data.batch import Completion, Request
-from aligner.rollout import torch_engine
+from aligner.rollout import native
 from aligner.rollout.linear import Kernel, choose_kernel
 from aligner.rollout.refit import weight_update
-from tests.unit.tiny_engine import FAMILIES, VOCAB, tensors, tiny_engine, tiny_hf
+from tests.unit.tiny_engine import FAMILIES, KERNELS, VOCAB, tensors, tiny_engine, tiny_hf, tiny_shape
 
 LENGTHS = [3, 17, 1, 9, 24, 9, 12, 5, 2, 20, 16]  # more prompts than the engine has rows, so that some wait
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[(family, kernel) for family in FAMILIES for kernel in KERNELS], ids=str)
 def pair(request):
-    model = tiny_hf(request.param)
-    return request.param, model, tiny_engine(request.param, model, version=3)
+    family, kernel = request.param
+    model = tiny_hf(family)
+    return family, model, tiny_engine(family, model, version=3, kernel=kernel)
 
 
 def prompts(lengths=LENGTHS) -> list[list[int]]:
@@ -114,10 +116,12 @@ def test_order_and_company_do_not_change_a_sample(llama, mixed):
     }
 
 
-def test_prefill_groups_do_not_change_a_sample(llama, mixed, monkeypatch):
-    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 20)  # the longest prompt alone exceeds it
-    done = tiny_engine("llama", llama).generate(mixed[0])
-    assert {c.sample_id: c.token_ids for c in done} == mixed[1]
+@pytest.mark.parametrize("budget", [1, 7, 20])  # the longest prompt has 24 tokens: it comes in pieces
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_chunked_prefill_does_not_change_a_sample(llama, mixed, kernel, budget):
+    engine = tiny_engine("llama", llama, kernel=kernel)
+    engine.transformer.prefill_tokens = budget
+    assert {c.sample_id: c.token_ids for c in engine.generate(mixed[0])} == mixed[1]
 
 
 def test_joining_while_others_run_does_not_change_a_sample(llama, mixed):
@@ -130,16 +134,21 @@ def test_joining_while_others_run_does_not_change_a_sample(llama, mixed):
     assert engine.completed(timeout=10) == []
 
 
+def count_prefilled(engine) -> list[int]:
+    """Grows by the number of tokens of every prefill pass."""
+    seen, prefill = [], engine.transformer.prefill
+    engine.transformer.prefill = lambda tokens, **keywords: seen.append(sum(map(len, tokens))) or prefill(tokens, **keywords)  # fmt: skip
+    return seen
+
+
 def test_one_prompt_many_samples(llama):
     """They share one prefill, differ from one another, and each equals the sample that it is alone."""
     ids = prompts()[3]
     many = [Request(sample_id=i, prompt_ids=ids, max_output_len=8, seed=2) for i in range(9)]
     engine = tiny_engine("llama", llama, max_batch_size=9)
-    seen = []
-    prefill = engine.transformer.prefill
-    engine.transformer.prefill = lambda given, **keywords: seen.append(len(given)) or prefill(given, **keywords)
+    seen = count_prefilled(engine)
     together = [c.token_ids for c in engine.generate(many)]
-    assert seen == [1]
+    assert seen == [len(ids)]
     assert len({tuple(t) for t in together}) > 5
     assert together == [tiny_engine("llama", llama, max_batch_size=1).generate([r])[0].token_ids for r in many]
 
@@ -222,34 +231,63 @@ def test_bytes_are_those_of_weights_and_cache(llama):
     assert engine.nbytes == engine.weight_nbytes + engine.cache_nbytes
 
 
-def test_bfloat16_is_close_to_float32(llama):
-    done = tiny_engine("llama", llama, dtype=torch.bfloat16).generate(requests(new=6))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bfloat16_is_close_to_float32(llama, kernel):
+    done = tiny_engine("llama", llama, dtype=torch.bfloat16, kernel=kernel).generate(requests(new=6))
     differences = np.concatenate([np.abs(np.array(c.logprobs) - hf_logprobs(llama, c, 1.0)) for c in done])
     assert differences.max() < 0.5 and differences.mean() < 0.05
 
 
-def test_onednn_kernel_gives_the_same_tokens(llama, mixed):
-    done = tiny_engine("llama", llama, kernel=Kernel.onednn).generate(mixed[0])
-    assert {c.sample_id: c.token_ids for c in done} == mixed[1]
+def test_every_kernel_gives_the_same_tokens(llama, mixed):
+    for kernel in (Kernel.onednn, *KERNELS):
+        done = tiny_engine("llama", llama, kernel=kernel).generate(mixed[0])
+        assert {c.sample_id: c.token_ids for c in done} == mixed[1]
 
 
 def test_kernel_choice_falls_back(monkeypatch):
-    """Small weights, other dtypes, and a torch without the private operator: F.linear."""
-    cpu = torch.device("cpu")
-    assert choose_kernel(64, 64, rows=4, dtype=torch.float32, device=cpu) is Kernel.plain
-    assert choose_kernel(1024, 512, rows=4, dtype=torch.bfloat16, device=cpu) is Kernel.plain
-    assert choose_kernel(1024, 512, rows=4, dtype=torch.float32, device=cpu) in Kernel
+    """Without a compiler, without oneDNN's private operator, off the CPU, or where it is not wanted: F.linear."""
+    small, cpu = tiny_shape("llama"), torch.device("cpu")
+    large = replace(small, hidden_size=512, ffn_hidden_size=512)
+    choose = partial(choose_kernel, rows=4, dtype=torch.float32, device=cpu)
+    assert choose(small, use_native=False) is Kernel.plain
+    assert choose(small, device=torch.device("meta")) is Kernel.plain
+    assert choose(small, dtype=torch.float64) is Kernel.plain
+    assert choose(large) in Kernel and choose(large, dtype=torch.bfloat16) in (Kernel.plain, Kernel.native)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert choose(small) is Kernel.plain and choose(large) in (Kernel.plain, Kernel.onednn)
 
     def absent(*_):
         raise AttributeError("no such operator")
 
     monkeypatch.setattr("aligner.rollout.linear.onednn_linear", absent)
-    assert choose_kernel(1024, 512, rows=4, dtype=torch.float32, device=cpu) is Kernel.plain
+    assert choose(large) is Kernel.plain
 
 
+def test_no_compiler_is_said_and_the_engine_works(llama, monkeypatch, caplog):
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setenv("CC", "false")
+    with caplog.at_level("INFO"):
+        engine = tiny_engine("llama", llama)
+    assert engine.kernel is Kernel.plain and "torch's kernels" in caplog.text
+
+
+@pytest.mark.skipif(not KERNELS[1:], reason="there is no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 9, 16, 17, 41, 128, 131, 300])
+def test_native_products_are_torchs(dtype, n):
+    """Few and many rows, sizes that no vector divides, and more than one pass over the depth."""
+    generator = torch.Generator().manual_seed(n)
+    for out, in_ in ((7, 5), (150, 32), (64, 1100)):
+        weight = torch.randn(out, in_, generator=generator).to(dtype)
+        x = torch.randn(n, in_, generator=generator)
+        got = native.linear(x, weight, torch.empty(native.PANEL_TOKENS * in_))
+        torch.testing.assert_close(got.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("where", ["model.norm.weight", "model.embed_tokens.weight"])  # the latter spoils the cache too
-def test_weights_that_diverged_are_named_and_block_the_engine(llama, where):
-    engine = tiny_engine("llama", llama)
+def test_weights_that_diverged_are_named_and_block_the_engine(llama, where, kernel):
+    engine = tiny_engine("llama", llama, kernel=kernel)
     bad = [(name, torch.full_like(t, torch.nan) if name == where else t) for name, t in tensors(llama)]
     engine.refit(weight_update(bad, 8))
     with pytest.raises(FloatingPointError, match="weight version 8 .* sample_id"):

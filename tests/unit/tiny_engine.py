@@ -6,10 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from aligner.models.model_config import ModelShape, padded
+from aligner.rollout import native
+from aligner.rollout.linear import Kernel
 from aligner.rollout.refit import weight_update
 from aligner.rollout.torch_engine import TorchEngine
 
 VOCAB = 150  # not a multiple of 128: the padded vocabulary is larger
+KERNELS = [Kernel.plain] + ([Kernel.native] if native.library() is not None else [])
 FAMILIES = ("llama", "llama3_rope", "qwen2", "qwen3")
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 

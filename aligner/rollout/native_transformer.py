@@ -1,0 +1,116 @@
+"""The forward pass of the torch engine by the compiled kernels of native.c: the same calls as transformer.Transformer, on a CPU."""
+
+import math
+import os
+from ctypes import byref
+from typing import Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aligner.models.model_config import ModelShape
+from aligner.rollout import native
+from aligner.rollout.cache import KVCache
+from aligner.rollout.rope import rope_tables
+from aligner.rollout.weights import Layer, Weights
+
+PASS_TOKENS = 1024  # of a prefill: bounds the work space; the kernels are no faster with more
+
+
+class NativeTransformer:
+    """Next-token logits over a Weights and a KVCache, both on the CPU, in float32 or bfloat16; activations are float32."""
+
+    prefill_tokens = PASS_TOKENS
+
+    def __init__(self, shape: ModelShape, weights: Weights, cache: KVCache):
+        self.shape, self.weights, self.cache = shape, weights, cache
+        self.rows = cache.tensor.size(2)
+        capacity = max(PASS_TOKENS, self.rows)
+        qkv = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.kv_channels
+        widest = max(shape.hidden_size, shape.num_attention_heads * shape.kv_channels, shape.ffn_hidden_size)
+        sizes = {
+            "x": capacity * shape.hidden_size,
+            "normed": capacity * shape.hidden_size,
+            "qkv": capacity * qkv,
+            "attended": capacity * shape.num_attention_heads * shape.kv_channels,
+            "up": capacity * 2 * shape.ffn_hidden_size,
+            "panel": native.PANEL_TOKENS * widest,
+            "scores": max(os.cpu_count() or 1, torch.get_num_threads()) * cache.length,
+        }
+        self.space = {name: torch.zeros(size) for name, size in sizes.items()}
+        self.logits = torch.zeros(self.rows, shape.vocab_size)
+        self.cos, self.sin = rope_tables(
+            cache.length,
+            shape.kv_channels,
+            base=shape.rotary_base,
+            scaling=shape.rope_scaling,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.at = np.arange(self.rows)
+        self.bind()
+
+    def bind(self) -> None:
+        """Where weights and cache lie; again after either has been given back and restored."""
+        s, w = self.shape, self.weights
+        self.layers = (native.CLayer * s.num_layers)(*map(self._layer, w.layers))
+        self.model = native.CModel(
+            layers=s.num_layers,
+            hidden=s.hidden_size,
+            heads=s.num_attention_heads,
+            groups=s.num_query_groups,
+            dim=s.kv_channels,
+            ffn=s.ffn_hidden_size,
+            vocab=s.vocab_size,
+            rows=self.rows,
+            length=self.cache.length,
+            use_bf16=w.dtype == torch.bfloat16,
+            gated=True,
+            eps=s.layernorm_epsilon,
+            scale=1 / math.sqrt(s.kv_channels),
+            layer=self.layers,
+            head=native.c_linear(w.head.weight, w.head.bias),
+            embedding=native.pointer(w.embedding),
+            final_norm=native.pointer(w.final_norm),
+            cosines=native.pointer(self.cos),
+            sines=native.pointer(self.sin),
+            keys=native.pointer(self.cache.keys),
+            values=native.pointer(self.cache.values),
+            capacity=max(PASS_TOKENS, self.rows),
+            **{name: native.pointer(tensor) for name, tensor in self.space.items()},
+        )
+
+    def _layer(self, layer: Layer) -> native.CLayer:
+        linears = {"qkv": layer.qkv, "out": layer.out, "up": layer.gate_up, "down": layer.down}
+        return native.CLayer(
+            **{name: native.c_linear(linear.weight, linear.bias) for name, linear in linears.items()},
+            attention_norm=native.pointer(layer.attention_norm),
+            mlp_norm=native.pointer(layer.mlp_norm),
+            qk_norms=native.pointer(layer.qk_norms),
+        )
+
+    def decode(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+        """As Transformer.decode. The logits are a buffer that the next call overwrites."""
+        rows = self.at[: len(tokens)]
+        return self._forward(tokens, rows, positions, rows)
+
+    def prefill(
+        self, tokens: list[np.ndarray], *, rows: np.ndarray, starts: np.ndarray, final: bool = True
+    ) -> Optional[Tensor]:
+        """As Transformer.prefill; at most max(prefill_tokens, rows) tokens in all."""
+        lengths = np.array([len(piece) for piece in tokens])
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+        wanted = ends - 1 if final else ends[:0]
+        logits = self._forward(np.concatenate(tokens), np.repeat(rows, lengths), positions, wanted)
+        return logits if final else None
+
+    def _forward(self, tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray, wanted: np.ndarray) -> Tensor:
+        assert len(tokens) <= self.model.capacity and len(wanted) <= self.rows
+        arrays = [np.ascontiguousarray(array, np.int64) for array in (tokens, rows, positions, wanted)]
+        tokens, rows, positions, wanted = (array.ctypes.data for array in arrays)
+        native.library().forward(
+            byref(self.model), tokens, rows, positions, len(arrays[0]), wanted, len(arrays[3]), self.logits.data_ptr()
+        )
+        return self.logits[: len(arrays[3])]
