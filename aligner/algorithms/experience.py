@@ -3,6 +3,7 @@
 Legend: B rows, S columns; every tensor is the whole rollout, the same on every rank."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from aligner.config.groups import Advantage, PPOConfig
 from aligner.data.batch import CriticBatch, Rollouts
 from aligner.ops.advantages import explained_variance, gae, monte_carlo_returns, reinforce_baseline
+from aligner.ops.importance import drift, importance_weights
 from aligner.ops.kl import kl_per_token, rewards_with_kl
 from aligner.ops.masks import clean, masked_mean, whiten
 from aligner.ops.truncation import handle_truncation
@@ -24,6 +26,7 @@ class Signals:
     scores: Tensor  # [B] float32
     values: Tensor  # [B, S] float32; zeros without a critic
     bootstrap: Tensor  # [B] float32; zeros without a critic
+    weight_version: int = 0  # of logprobs
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Experience:
     returns: Tensor  # [B, S]
     mask: Tensor  # [B, S] bool
     kl: Tensor  # [B, S] log-ratio to the reference (k1), 0 outside the response
+    weights: Optional[Tensor]  # [B, S] of each token's policy loss, where ppo.importance_cap asks for a correction
     metrics: dict[str, float]
 
     def critic_batch(self) -> CriticBatch:
@@ -73,9 +77,13 @@ def build_experience(rollouts: Rollouts, signals: Signals, ppo: PPOConfig, kl_co
         advantages = whiten(advantages, mask, min_std=ppo.whiten_min_std)
     kl = logprobs - reference
     metrics = {"kl/coefficient": kl_coefficient, **_rollout_metrics(rollouts, signals, kl)}
+    weights = None
+    if ppo.importance_cap is not None:
+        weights = importance_weights(logprobs, rollouts.engine_logprobs, rollouts.mask, cap=ppo.importance_cap)
+        metrics["drift/weight"] = float(masked_mean(weights, rollouts.mask))
     if ppo.advantage is Advantage.gae:
         metrics |= _critic_metrics(rewards, values, mask, bootstrap, ppo.gamma)
-    return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, metrics)
+    return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, weights, metrics)
 
 
 def _advantages(rewards, values, mask, bootstrap, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -89,7 +97,7 @@ def _advantages(rewards, values, mask, bootstrap, ppo: PPOConfig) -> tuple[Tenso
 def _rollout_metrics(rollouts: Rollouts, signals: Signals, k1: Tensor) -> dict[str, float]:
     """k1: [B, S] log-ratio of policy to reference, 0 outside the mask."""
     mask, scores = rollouts.mask, signals.scores
-    drift = (clean(signals.logprobs, mask) - clean(rollouts.engine_logprobs, mask, "engine log-probs")).abs()
+    found = drift(signals.logprobs, rollouts.engine_logprobs, mask)
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
@@ -97,8 +105,8 @@ def _rollout_metrics(rollouts: Rollouts, signals: Signals, k1: Tensor) -> dict[s
         "kl/sequence": float(k1.sum(1).mean()),
         "response/length": float(mask.sum(1).float().mean()),
         "response/truncated": float(rollouts.truncated.float().mean()),
-        "drift/mean": float(masked_mean(drift, mask)),
-        "drift/max": float(drift.max()),
+        "refit/staleness": float(signals.weight_version - rollouts.weight_version),
+        **{f"drift/{name}": value for name, value in found.items()},
     }
 
 

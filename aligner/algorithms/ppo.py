@@ -7,10 +7,11 @@ from typing import Callable, Iterator, Optional
 import torch
 
 from aligner.algorithms.agreement import on_all
+from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.pairs import PairedCheckpoints
-from aligner.algorithms.records import part_means, sample_rows, warn_of_drift
+from aligner.algorithms.records import DriftAlarm, part_means, sample_rows
 from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.updates import train_in_turn
 from aligner.algorithms.validation import Validator
@@ -24,7 +25,6 @@ from aligner.ops.kl import AdaptiveKL
 from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
-from aligner.rollout.refit import certified_refit
 from aligner.runtime import faults
 from aligner.runtime.errors import AgreedError
 from aligner.runtime.recorder import Recorder
@@ -66,7 +66,8 @@ class PPOTrainer:
         self.train_samples, self.stop_token_ids = train_samples, stop_token_ids
         self.sampler = PromptSampler(len(train_samples), seed=config.run.seed, shuffle=config.data.shuffle)
         self.state = TrainerState(kl_coefficient=config.ppo.kl_coefficient)
-        self.engine_version: Optional[int] = None
+        self.sync = EngineSync(engine, policy, topology, every=config.refit.sync_every)
+        self.drift_alarm = DriftAlarm(config.logging.drift_alarm)
         self.validated: Optional[float] = None  # val/reward of the present weights, where this step had a validation
 
     # The loop
@@ -93,9 +94,11 @@ class PPOTrainer:
         step, phase = self.state.step + 1, self.recorder.phase
         with phase("refit"):
             self.enter_generation()
+            self.sync.follow(self.state.weight_version)
         with phase("generate"):
             samples = self.next_samples()
             rollouts, pending = self.generation.run(self.requests(samples), samples)
+            rollouts.certificate = self.sync.certificate
             self.leave_generation()
         faults.reach("generated", step)
         with phase("logprobs"):
@@ -107,9 +110,11 @@ class PPOTrainer:
         with phase("train"):
             critic_update = self.start_critic_training(step, experience)
             policy_metrics = self.train_policy(step, experience)
+        with phase("refit"):
+            overlapped = self.refit_ahead(step, critic_update)
         with phase("critic_wait"):
             critic_metrics = self.finish_critic_training(critic_update)
-        warn_of_drift(step, experience.metrics["drift/mean"], alarm=self.config.logging.drift_alarm)
+        self.drift_alarm.check(step, experience.metrics)
         faults.reach("trained", step)
         self.advance(step, rollouts, experience)
         stops = self.config.sampling.stop_strings
@@ -119,29 +124,22 @@ class PPOTrainer:
             validation = self.validate_when_due(step)
         parts = part_means("reward", answers.scores)
         metrics = {**parts, **experience.metrics, **policy_metrics, **critic_metrics, **validation, **self.counters()}
+        metrics["refit/overlapped_seconds"] = overlapped
         self.end_step(step, metrics, tokens=int(rollouts.lengths.sum()))
 
     # Phases
 
     def enter_generation(self) -> None:
-        """Make room, and bring the engine to the policy's weights; it has them already in critic warm-up, when they do not move."""
+        """Make room."""
         if self.config.optim.offload_during_generation:
             self.policy.offload_optimizer()
         if self.config.engine.offload_during_training:
             self.engine.resume()
-        if self.engine_version != self.state.weight_version:
-            self.refit()
-
-    def refit(self) -> None:
-        """The policy's weights into every rank's engine. A failure on one rank raises on all."""
-        version = self.state.weight_version
-        on_all(lambda: certified_refit(self.engine, self.policy.export(), version=version), self.topology)
-        self.engine_version = version
 
     def leave_generation(self) -> None:
         if self.config.engine.offload_during_training:
             self.engine.pause()
-            self.engine_version = None  # its weights are gone
+            self.sync.forget()
         if self.config.optim.offload_during_generation:
             self.policy.restore_optimizer()
 
@@ -180,6 +178,7 @@ class PPOTrainer:
             scores=torch.tensor([s.value for s in answers.scores]),
             values=answers.values,
             bootstrap=answers.bootstrap,
+            weight_version=self.state.weight_version,
         )
         return build_experience(rollouts, signals, self.ppo, self.state.kl_coefficient)
 
@@ -228,7 +227,15 @@ class PPOTrainer:
                     mask=experience.mask[rows],
                     old_logprobs=experience.logprobs[rows],
                     advantages=experience.advantages[rows],
+                    weights=None if experience.weights is None else experience.weights[rows],
                 )
+
+    def refit_ahead(self, step: int, critic_update: "Optional[Future[dict[str, float]]]") -> float:
+        """What the next step's refit would do, while the critic still trains. Returns the seconds that both took together, on rank 0."""
+        last = step == self.config.run.max_steps and not self.validation_is_due(step)
+        if last or self.config.engine.offload_during_training:
+            return 0.0
+        return seconds_beside(critic_update, lambda: self.sync.follow(self.state.weight_version))
 
     # Between steps
 
@@ -259,16 +266,20 @@ class PPOTrainer:
         self.end_step(0, {**metrics, **self.counters()}, tokens=tokens)
 
     def validate_when_due(self, step: int) -> dict[str, float]:
-        every = self.config.validation.every
         self.validated = None
-        if not every or (step % every and step != self.config.run.max_steps):
-            return {}
-        return self.validate(step)[0]
+        return self.validate(step)[0] if self.validation_is_due(step) else {}
+
+    def validation_is_due(self, step: int) -> bool:
+        every = self.config.validation.every
+        return bool(every) and (step % every == 0 or step == self.config.run.max_steps)
 
     def validate(self, step: int) -> tuple[dict[str, float], int]:
         """Metrics, and the number of tokens that they took."""
         self.enter_generation()
+        self.sync.catch_up(self.state.weight_version)
         validation = self.validator.run()
+        if validation is not None:
+            validation.rollouts.certificate = self.sync.certificate
         self.leave_generation()
         if validation is None:
             return {}, 0
@@ -288,3 +299,4 @@ class PPOTrainer:
     def save(self) -> None:
         with self.recorder.phase("checkpoint"):
             self.checkpoints.save(self.state.step, asdict(self.state), validation=self.validated)
+        self.sync.catch_up_next()

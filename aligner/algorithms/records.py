@@ -16,14 +16,34 @@ def part_means(prefix: str, scores: list[Score]) -> dict[str, float]:
     return {f"{prefix}/{part}": sum(s.parts.get(part, 0.0) for s in scores) / len(scores) for part in parts}
 
 
-def warn_of_drift(step: int, drift: float, *, alarm: float) -> None:
-    if drift > alarm:
-        log.warning(
-            "step %d: engine and trainer log-probs differ by %.3f on average (logging.drift_alarm=%g)",
-            step,
-            drift,
-            alarm,
-        )
+class DriftAlarm:
+    """Warns once when engine and trainer part by more than `threshold` nats a token on average, and says when that is over."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold, self._raised = threshold, False
+
+    def check(self, step: int, metrics: dict[str, float]) -> None:
+        found, age = metrics["drift/mean"], metrics["refit/staleness"]
+        if found > self.threshold and not self._raised:
+            why = (
+                f"the engine's weights are {age:.0f} updates old: lower refit.sync_every or optim.lr"
+                if age
+                else "both hold the same weights: their dtypes or kernels differ, so compare engine.dtype with model.dtype"
+            )
+            log.warning(
+                "step %d: log-probs of engine and trainer differ by %.3f on average and %.3f at most, more than logging.drift_alarm=%g; %s "
+                "(said once until it is over; drift/* of every step is in metrics.jsonl)",
+                step,
+                found,
+                metrics["drift/max"],
+                self.threshold,
+                why,
+            )
+        elif found <= self.threshold and self._raised:
+            log.info(
+                "step %d: log-probs of engine and trainer are within logging.drift_alarm=%g again", step, self.threshold
+            )
+        self._raised = found > self.threshold
 
 
 def sample_rows(
@@ -49,6 +69,7 @@ def sample_rows(
             "parts": scores[b].parts,
             "finish_reason": "length" if rollouts.truncated[b] else "stop",
             "weight_version": rollouts.weight_version,
+            "certificate": rollouts.certificate,
         }
         if experience is not None:
             row |= _training_fields(experience, b, start, end)
@@ -57,10 +78,13 @@ def sample_rows(
 
 def _training_fields(experience: Experience, b: int, start: int, end: int) -> dict[str, float]:
     advantages, values = experience.advantages[b, start:end], experience.values[b, start:end]
-    return {
+    fields = {
         "kl": float(experience.kl[b, start:end].sum()),
         "advantage_mean": float(advantages.mean()),
         "advantage_min": float(advantages.min()),
         "advantage_max": float(advantages.max()),
         "value_first": float(values[0]),
     }
+    if experience.weights is not None:
+        fields["importance_weight_mean"] = float(experience.weights[b, start:end].mean())
+    return fields

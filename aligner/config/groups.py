@@ -241,6 +241,9 @@ class EngineConfig:
 class RefitConfig:
     certify: Certify = Certify.sampled
     """Checksums that prove the engine holds the policy's weights: of every tensor, of a sample, or none."""
+    sync_every: int = 1
+    """Policy updates (steps that train) between refits. Above 1 the engine samples from older weights, which ppo.importance_cap has to
+    correct. Before a validation and after a checkpoint the engine is refitted all the same."""
 
 
 @dataclass
@@ -267,6 +270,10 @@ class PPOConfig:
     """Smallest standard deviation that whitening divides by."""
     clip: float = 0.2
     """Policy ratio is clipped to 1 +- clip."""
+    importance_cap: Optional[float] = None
+    """Multiply each token's policy loss with min(importance_cap, p / q): p the probability that the policy gave it before this step's
+    updates, q the engine's when it sampled it (truncated importance sampling; decoupled PPO, Hilton et al. 2021, where
+    refit.sync_every > 1, which needs it). 2 is usual; absent: no correction."""
     entropy_bonus: float = 0.0
     """Weight of the entropy in the policy loss."""
     kl_coefficient: float = 0.01

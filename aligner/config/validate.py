@@ -38,8 +38,10 @@ POSITIVE = [
     "ppo.epochs",
     "ppo.whiten_min_std",
     "ppo.clip",
+    "ppo.importance_cap",
     "ppo.kl_target",
     "ppo.kl_horizon",
+    "refit.sync_every",
     "reward.workers",
     "reward.timeout",
     "reward.memory_mb",
@@ -106,6 +108,7 @@ def problems(config: Any) -> list[str]:
     found += _run(config.run)
     if isinstance(config, ActorConfig):
         found += [*_actor(config), *_sampling(config), *_data(config), *_algorithm(config)]
+        found += _refit(config)
     if isinstance(config, CriticConfig):
         found += _critic(config)
     return found
@@ -248,6 +251,22 @@ def _algorithm(config: ActorConfig) -> Iterator[str]:
         yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coefficient by factors: it must start above 0"
     if ppo.critic_warmup_steps >= config.run.max_steps > 0:
         yield f"ppo.critic_warmup_steps={ppo.critic_warmup_steps} leaves no step of run.max_steps={config.run.max_steps} for the policy"
+
+
+def _refit(config: ActorConfig) -> Iterator[str]:
+    every, cap = config.refit.sync_every, config.ppo.importance_cap
+    if every > 1 and cap is None:
+        yield (
+            f"refit.sync_every={every} trains on responses of older weights, which biases the policy without a correction: "
+            "set ppo.importance_cap (2 is usual), or refit.sync_every=1"
+        )
+    if cap is not None and 0 < cap < 1:
+        yield f"ppo.importance_cap={cap:g} must be at least 1: less would cut tokens that engine and policy agree on"
+    if every > 1 and config.engine.offload_during_training:
+        yield (
+            f"refit.sync_every={every} needs the engine to keep its weights, and engine.offload_during_training=true gives them back "
+            "each step: set one of them to its default"
+        )
 
 
 def _data(config: ActorConfig) -> Iterator[str]:

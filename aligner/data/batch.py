@@ -71,6 +71,7 @@ class Rollouts:
     truncated: Tensor  # [B] bool, cut at max_output_len: not terminated
     engine_logprobs: Tensor  # [B, S] float32, 0 outside the mask
     weight_version: int = 0
+    certificate: Optional[str] = None  # of the weights that sampled them, where refit.certify is not off
 
     def __len__(self) -> int:
         return self.tokens.size(0)

@@ -1,5 +1,6 @@
 """The Protocols between parts. Algorithms know these and never an engine class or a server."""
 
+import hashlib
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ class RefitCertificate:
     tensors: int
     checksums: dict[str, str]
 
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits of all names and checksums: equal for the same weights in the same dtype, whatever grid they came from."""
+        lines = "".join(f"{name} {value}\n" for name, value in sorted(self.checksums.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()[:32]
+
 
 class RolloutEngine(Protocol):
     """Built once with fixed shapes; refitted in place; token ids in, token ids out.
@@ -46,6 +53,9 @@ class RolloutEngine(Protocol):
 
     def completed(self, timeout: float) -> list[Completion]:
         """Advance, and return what has finished since the last call; empty only where nothing runs or `timeout` seconds passed."""
+
+    def poison(self, reason: str) -> None:
+        """Refuse requests, giving this reason, until a whole refit succeeds."""
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """submit, then completed until all are there; in the order of the requests."""

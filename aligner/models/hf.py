@@ -18,6 +18,7 @@ from aligner.models.hf_mapping import (
     hf_names,
     hf_shape,
     layer_units,
+    pieces,
     to_megatron,
 )
 from aligner.models.model_config import ModelShape
@@ -89,16 +90,21 @@ def local_parameters(chunks: list[torch.nn.Module], shape: ModelShape) -> Iterat
 def export_hf(chunks: list[torch.nn.Module], shape: ModelShape, topology: Topology) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full unpadded tensor) for every tensor, in the order of hf_names, on every rank of the model replica.
 
-    A collective over pipeline and tensor groups: consume it whole, on all ranks. Tensors have the model's dtype and are on DEVICE; one
-    unit at most exists beside the model at a time. They may share memory with the parameters: copy what outlives the next update."""
+    A collective over pipeline and tensor groups: consume it whole, on all ranks. Tensors have the model's dtype and are on DEVICE. They
+    may share memory with the parameters: copy what outlives the next update.
+
+    What exists beside the model at a time, if the caller keeps nothing, is at most one layer, or the embedding and its shard."""
     own = {(unit.megatron, unit.layer): parameter.detach() for unit, parameter in local_parameters(chunks, shape)}
     if shape.head == "lm" and shape.tied and not topology.is_first_stage:
         own.pop((embedding_unit(shape).megatron, None), None)  # the first stage's is the one that is sent
     dtype = unwrap(chunks[0]).config.params_dtype
     for unit in all_units(shape):
         shard = _from_stage(unit, own.get((unit.megatron, unit.layer)), shape, topology, dtype)
-        shards = _from_tensor_ranks(unit, shard, topology)
-        yield from zip(unit.hf, from_megatron(unit, shards, shape))
+        names = iter(unit.hf)
+        for piece in pieces(unit, shard):
+            wholes = from_megatron(unit, _from_tensor_ranks(unit, piece, topology), shape)
+            for whole, name in zip(wholes, names):  # in this order: zip asks the first once more at its end
+                yield name, whole
 
 
 def stage_of(unit: Unit, shape: ModelShape, topology: Topology) -> int:
@@ -121,12 +127,13 @@ def _from_stage(unit: Unit, shard: Tensor | None, shape: ModelShape, topology: T
     return shard
 
 
-def _from_tensor_ranks(unit: Unit, shard: Tensor, topology: Topology) -> list[Tensor]:
+def _from_tensor_ranks(unit: Unit, piece: Tensor, topology: Topology) -> Tensor:
+    """[tp, *piece]: every tensor-parallel rank's; [1, *piece] where one has all."""
     if unit.split == "whole" or topology.tensor == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(topology.tensor)]
-    dist.all_gather(shards, shard.contiguous(), group=topology.tensor_group)
-    return shards
+        return piece[None]
+    gathered = piece.new_empty(topology.tensor * piece.size(0), *piece.shape[1:])
+    dist.all_gather_into_tensor(gathered, piece.contiguous(), group=topology.tensor_group)
+    return gathered.unflatten(0, (topology.tensor, -1))
 
 
 def shard_shape(unit: Unit, shape: ModelShape, topology: Topology) -> tuple[int, ...]:

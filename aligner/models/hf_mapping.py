@@ -6,7 +6,7 @@ this rank."""
 
 import re
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -216,15 +216,19 @@ def to_megatron(unit: Unit, tensors: list[Tensor], shape: ModelShape, *, rank: i
     return whole.chunk(tensor, 1)[rank] if unit.split == "row" else whole
 
 
-def from_megatron(unit: Unit, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The shards of all tensor-parallel ranks, in order -> full Hugging Face tensors in the order of unit.hf, without padding.
+def pieces(unit: Unit, shard: Tensor) -> Sequence[Tensor]:
+    """The parts of a shard that from_megatron wants one by one: gate rows and up rows, else the shard."""
+    return shard.chunk(2) if unit.split == "gated" else [shard]
 
-    They may be views, and not contiguous."""
+
+def from_megatron(unit: Unit, shards: Tensor, shape: ModelShape) -> list[Tensor]:
+    """[tp, *piece], the same piece of every tensor-parallel rank's shard, in order -> the full Hugging Face tensors in it, without
+    padding; those of all pieces are in the order of unit.hf.
+
+    Views of `shards`, not always contiguous, but for q, k and v, and for rows of more than one rank, whose order is another."""
     if unit.split == "whole":
-        return shards[:1]
-    if unit.split == "gated":
-        return [torch.cat(halves) for halves in zip(*(shard.chunk(2, 0) for shard in shards))]
-    whole = torch.cat(shards, 1 if unit.split == "row" else 0)
+        return [shards[0]]
+    whole = shards.transpose(0, 1).flatten(1, 2) if unit.split == "row" else shards.flatten(0, 1)
     if unit.split == "vocabulary":
         whole = whole[: shape.vocab_size]
     parts = _split_qkv(whole, shape) if unit.split == "qkv" else [whole]
@@ -242,7 +246,7 @@ def _split_qkv(merged: Tensor, shape: ModelShape) -> list[Tensor]:
     channels = shape.kv_channels
     queries = shape.num_attention_heads // shape.num_query_groups * channels
     groups = merged.reshape(shape.num_query_groups, queries + 2 * channels, *merged.shape[1:])
-    return [part.reshape(-1, *merged.shape[1:]) for part in groups.split([queries, channels, channels], 1)]
+    return [part.flatten(0, 1) for part in groups.split([queries, channels, channels], 1)]
 
 
 def _pad_vocabulary(whole: Tensor, shape: ModelShape) -> Tensor:

@@ -43,6 +43,7 @@ class PolicyMiniBatch:
     mask: Tensor  # [B, S] bool
     old_logprobs: Tensor  # [B, S] float32
     advantages: Tensor  # [B, S] float32
+    weights: Optional[Tensor] = None  # [B, S] float32, of each token's loss (ops/importance.py); absent: 1
 
 
 class Policy:
@@ -118,6 +119,8 @@ class Policy:
             "old_logprobs": clean(batch.old_logprobs, batch.mask, "old_logprobs"),
             "advantages": clean(batch.advantages, batch.mask, "advantages"),
         }
+        if batch.weights is not None:
+            fields["weights"] = clean(batch.weights, batch.mask, "weights")
         tokens = int(batch.mask.sum())
         loss = partial(self._loss, tokens)
         sums, update = self.model.train_step(
@@ -138,6 +141,7 @@ class Policy:
 
     def _loss(self, denominator: int, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         chosen = chosen_positions(micro)
+        weights = micro.fields.get("weights")
         logprobs, entropy = vocab_parallel_logprobs_and_entropy(
             logits[0],
             micro.tokens[chosen],
@@ -152,6 +156,7 @@ class Policy:
                 micro.fields["advantages"][chosen],
                 micro.fields["mask"][chosen],
                 clip=self.loss.clip,
+                weights=None if weights is None else weights[chosen],
                 entropy=entropy,
                 entropy_bonus=self.loss.entropy_bonus,
                 denominator=denominator,

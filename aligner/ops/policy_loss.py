@@ -22,22 +22,27 @@ def ppo_clip_loss(
     mask: Tensor,
     *,
     clip: float,
+    weights: Optional[Tensor] = None,
     entropy: Optional[Tensor] = None,
     entropy_bonus: float = 0.0,
     denominator: float | int | Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)) - entropy_bonus * entropy over mask, divided by denominator; r = pi / pi_old
-    (Schulman et al. 2017, equation 7).
+    """Sum of w max(-A r, -A clip(r, 1 - clip, 1 + clip)) - entropy_bonus * entropy over mask, divided by denominator; r = pi / pi_old
+    (Schulman et al. 2017, equation 7). weights w: absent (1), or those of ops/importance.py, which make it decoupled PPO.
 
-    All tensors [B, S]; logprobs and entropy carry gradients. denominator: the tokens of the whole mini-batch, over all ranks and
-    micro-batches. Returns (scalar, metrics): detached SUMS over mask (policy_loss, ratio, clipped, approximate_kl, entropy) and
-    their count `tokens`; divide after summing over ranks."""
+    All tensors [B, S]; logprobs and entropy carry gradients, weights do not. denominator: the tokens of the whole mini-batch, over all
+    ranks and micro-batches. Returns (scalar, metrics): detached SUMS over mask (policy_loss, ratio, clipped, approximate_kl,
+    entropy) and their count `tokens`; divide after summing over ranks."""
     same_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     advantages = clean(advantages, mask, "advantages")
     log_ratio = clean(logprobs, mask, "logprobs") - clean(old_logprobs, mask, "old_logprobs")
     ratio = log_ratio.exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
-    surrogate = torch.where(mask, torch.maximum(plain, clipped), 0.0).sum()
+    terms = torch.maximum(plain, clipped)
+    if weights is not None:
+        same_shapes(mask, weights=weights)
+        terms = terms * clean(weights.detach(), mask, "weights")
+    surrogate = torch.where(mask, terms, 0.0).sum()
     total = surrogate
     metrics = {
         "tokens": mask.sum().float(),

@@ -11,7 +11,7 @@ from aligner.rollout.engine import SHOWN
 
 SAMPLED_SHARE = 16  # sampled certificates take every 16th row; which ones moves with the weight version
 WHOLE_BELOW = 4096  # elements; smaller tensors are taken whole
-CHUNK = 2**20  # elements a pass of the checksum, which bounds its temporary memory at 16 MiB
+COLUMNS, BLOCK = 1024, 64  # words a row of the checksum's table, rows a block: 512 KiB
 WORD = 2**64 - 1
 
 
@@ -47,35 +47,59 @@ def checked(
 
 @torch.no_grad()
 def checksum(tensor: Tensor, certify: Certify, version: int) -> str:
-    """128 bits of a tensor's bytes: the sum of its elements, read as integers, and the sum weighted by their positions, both
-    modulo 2**64. Integer sums do not depend on order, so CPU and GPU agree; the second sees elements that changed places.
+    """128 bits of a tensor's bytes: the sum of its words, and the sum of its words each times its position from 1, both modulo 2**64.
 
-    sampled: every 16th row (dimension 0), from row `version % 16` on, so that 16 refits in a row cover everything."""
+    Words are signed integers of 64 bits, or as wide as an element where the bytes are no multiple of 8. Integer sums do not depend
+    on order, so CPU and GPU agree. Any single changed word changes the first sum, any two that changed places the second; a check
+    against accidents (a stale tensor, a lost slice, a wrong offset), not against somebody who forges weights.
+
+    sampled: of every 16th row (dimension 0), from row `version % 16` on, so that 16 refits in a row cover everything."""
     if certify is Certify.sampled and tensor.numel() >= WHOLE_BELOW:
         share = min(SAMPLED_SHARE, tensor.size(0))
         tensor = tensor[version % share :: share]
-    words = (
-        tensor.contiguous()
-        .view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-        .flatten()
-    )
-    weights = torch.arange(1, min(CHUNK, max(words.numel(), 1)) + 1, device=words.device)
-    plain = weighted = 0
-    for start in range(0, words.numel(), CHUNK):
-        chunk = words[start : start + CHUNK].long()
-        total = int(chunk.sum())
-        plain += total
-        weighted += int((chunk * weights[: chunk.numel()]).sum()) + start * total
+    plain, weighted = _sums(_words(tensor))
     return f"{plain & WORD:016x}{weighted & WORD:016x}"
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """[n] int64"""
+    flat = tensor.contiguous().flatten()
+    if flat.nbytes % 8:
+        return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[flat.element_size()]).long()
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+def _sums(words: Tensor) -> list[int]:
+    """[sum, sum weighted by positions from 1] of [n] int64, modulo 2**64 up to sign.
+
+    As a table of COLUMNS a row, the weighted sum follows from the sums of rows and of columns alone: two passes of plain additions,
+    which run as fast as memory is read, a block at a time so that the second pass finds it in the cache."""
+    rows = words.numel() // COLUMNS
+    weights = torch.arange(1, COLUMNS + 1, device=words.device)
+    rest = words[rows * COLUMNS :]
+    plain = rest.sum()
+    weighted = rows * COLUMNS * plain + (rest * weights[: rest.numel()]).sum()
+    if rows:
+        blocks = words[: rows * COLUMNS].view(rows, COLUMNS).split(BLOCK if words.device.type == "cpu" else rows)
+        sums = [(block.sum(0), block.sum(1)) for block in blocks]
+        in_columns, in_rows = torch.stack([of for of, _ in sums]).sum(0), torch.cat([of for _, of in sums])
+        plain = plain + in_columns.sum()
+        before = torch.arange(rows, device=words.device)
+        weighted = weighted + (in_columns * weights).sum() + COLUMNS * (in_rows * before).sum()
+    return torch.stack([plain, weighted]).tolist()  # the only wait for a GPU
 
 
 def source_checksums(
     tensors: Iterable[tuple[str, Tensor]], into: dict[str, str], *, dtype: torch.dtype, certify: Certify, version: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The pairs unchanged, while `into` collects name -> checksum of each as an engine of `dtype` will hold it."""
+    """The pairs, while `into` collects name -> checksum of each as an engine of `dtype` will hold it. What was summed is handed on, so
+    in `dtype`: a conversion happens once."""
     for name, tensor in tensors:
         if certify is not Certify.off:
-            into[name] = checksum(tensor.detach().to(dtype), certify, version)
+            tensor = tensor.detach().to(dtype)
+            into[name] = checksum(tensor, certify, version)
         yield name, tensor
 
 
@@ -92,7 +116,8 @@ def verify(certificate: RefitCertificate, source: Mapping[str, str]) -> None:
 def certified_refit(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> RefitCertificate:
     """Refit an engine to weight version `version` and verify that it holds what was sent, as far as engine.certify asks.
 
-    `tensors` is consumed whole, also where the engine refuses one: the other ranks take part in its collectives."""
+    `tensors` is consumed whole, also where the engine refuses one: the other ranks take part in its collectives. Whatever goes wrong,
+    the engine refuses requests until a whole refit succeeds."""
     sent: dict[str, str] = {}
     tensors = iter(tensors)
     summed = source_checksums(tensors, sent, dtype=engine.dtype, certify=engine.certify, version=version)
@@ -102,5 +127,9 @@ def certified_refit(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]]
         for _ in tensors:
             pass
         raise
-    verify(certificate, sent)
+    try:
+        verify(certificate, sent)
+    except RuntimeError as error:
+        engine.poison(str(error))
+        raise
     return certificate

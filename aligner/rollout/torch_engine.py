@@ -100,6 +100,10 @@ class TorchEngine:
             checksums = {name: checksum(self.weights.read(name), self.certify, update.version) for name in names}
         return RefitCertificate(version=update.version, tensors=len(self.weights.views), checksums=checksums)
 
+    def poison(self, reason: str) -> None:
+        """Refuse requests, giving this reason, until a whole refit succeeds."""
+        self.state.block(reason)
+
     def submit(self, requests: list[Request]) -> None:
         """Queue requests, all or none. ValueError for what the build cannot serve and for a sample_id that is in flight."""
         self._submit(requests)

@@ -40,8 +40,8 @@ def _critic(folder, topology, *, micro=2, zero=False, **settings):
     )
 
 
-def _train_policy(policy):
-    found = [policy.train(policy_batch(seed)) for seed in range(STEPS)]
+def _train_policy(policy, *, weighted=False):
+    found = [policy.train(policy_batch(seed, weighted=weighted)) for seed in range(STEPS)]
     return found, policy.logprobs(rollouts_of(policy_batch(9)), temperature=TEMPERATURE).numpy()
 
 
@@ -129,8 +129,8 @@ def _oracle_body(rank, folder):
     """Our steps and plain torch's, from the same weights."""
     for topology in topologies(ONE):
         policy, critic = _policy(folder, topology), _critic(folder, topology)
-        ours = [_train_policy(policy), _train_critic(critic)]
-    return ours, [_torch_policy(), _torch_critic()]
+        ours = [_train_policy(policy, weighted=True), _train_critic(critic)]
+    return ours, [_torch_policy(weighted=True), _torch_critic()]
 
 
 def _adamw(model, decay):
@@ -156,18 +156,18 @@ def _hf_logprobs(model, tokens):
     return pad(chosen, (1, 0)), pad(-(every.exp() * every).sum(-1), (1, 0))
 
 
-def _torch_policy(family="llama", tied=False):
+def _torch_policy(family="llama", tied=False, *, weighted=False):
     from tests.dist.tiny import tiny_hf
 
     model, _ = tiny_hf(family, tied=tied)
     optimizer = _adamw(model, 0.1)
     metrics = []
     for seed in range(STEPS):
-        batch = policy_batch(seed)
+        batch = policy_batch(seed, weighted=weighted)
         logprobs, entropy = (x[batch.mask] for x in _hf_logprobs(model, batch.tokens))
         ratio = (logprobs - batch.old_logprobs[batch.mask]).exp()
-        gain = batch.advantages[batch.mask]
-        surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
+        gain, weights = batch.advantages[batch.mask], batch.weights[batch.mask] if weighted else 1.0
+        surrogate = weights * torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
         loss = -(surrogate + ENTROPY * entropy).mean()
         metrics.append(
             {**_step(model, optimizer, loss), "ratio": float(ratio.mean()), "entropy": float(entropy.mean())}

@@ -34,14 +34,17 @@ def rows(vocab: int = 200, seed: int = 3):
     return torch.where(at < lengths[:, None], tokens, 0), lengths, mask
 
 
-def policy_batch(seed: int = 3):
-    """Old log-probs near those of a random model, so that some ratios are clipped and some are not; what is not masked is garbage."""
+def policy_batch(seed: int = 3, *, weighted: bool = False):
+    """Old log-probs near those of a random model, so that some ratios are clipped and some are not; what is not masked is garbage.
+
+    weighted: with a weight from 0 to 2 for each token's loss."""
     from aligner.models.policy import PolicyMiniBatch
 
     tokens, lengths, mask = rows(seed=seed)
     generator = torch.Generator().manual_seed(seed + 100)
     old = -5.3 + 0.5 * torch.randn(ROWS, COLUMNS, generator=generator)
     advantages = torch.randn(ROWS, COLUMNS, generator=generator)
+    weights = 2 * torch.rand(ROWS, COLUMNS, generator=generator)
     garbage = torch.full((ROWS, COLUMNS), float("nan"))
     return PolicyMiniBatch(
         tokens=tokens,
@@ -49,6 +52,7 @@ def policy_batch(seed: int = 3):
         mask=mask,
         old_logprobs=torch.where(mask, old, garbage),
         advantages=torch.where(mask, advantages, garbage),
+        weights=torch.where(mask, weights, garbage) if weighted else None,
     )
 
 

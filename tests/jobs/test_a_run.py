@@ -27,6 +27,12 @@ EVERY_STEP = {
     "tokens_per_second",
     "critic/explained_variance",
     "memory/peak_bytes",
+    "refit/staleness",
+    "refit/overlapped_seconds",
+    "drift/mean",
+    "drift/max",
+    "drift/ratio",
+    "drift/effective",
 }
 VALIDATED = {"val/reward", "val/accuracy", "val/accuracy_ci95"}
 
@@ -81,14 +87,17 @@ def test_metrics(launched):
 
 def test_samples_have_their_provenance(launched):
     run, _, _ = launched
-    ids = []
+    ids, certificates = [], []
     for step, version in ((1, 0), (2, 0), (3, 1)):
         for sample in run.samples(step):
             assert re.fullmatch(r"chain_sum:\d+", sample["origin"]) and sample["prompt"].endswith("=")
             assert sample["weight_version"] == version and sample["finish_reason"] in ("stop", "length")
             assert {"response", "score", "parts", "kl", "advantage_mean"} <= sample.keys()
             ids.append(sample["sample_id"])
+        certificates += {sample["certificate"] for sample in run.samples(step)}
     assert ids == list(range(24))
+    first, second, third = certificates  # of the weights that sampled: the first two steps trained the critic alone
+    assert re.fullmatch("sampled:[0-9a-f]{32}", first) and first == second != third
     held_out = {s["prompt"] for s in run.validation(3)}
     assert not held_out & {s["prompt"] for step in (1, 2, 3) for s in run.samples(step)}
 

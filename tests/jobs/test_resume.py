@@ -69,8 +69,9 @@ def test_killed_again_and_again_mid_epoch_and_at_its_end(jobs: Launcher, tmp_pat
 
 
 def test_both_jobs_killed(jobs: Launcher, tmp_path):
-    """The served critic: both jobs die, both are started again with the same commands."""
+    """The served critic: both jobs die, both are started again with the same commands. The engine follows every third update only."""
     actor, critic = settings(tmp_path, steps=4, every=2)
+    actor = (*actor, "validation.every=4", "refit.sync_every=3", "ppo.importance_cap=1.5")
 
     def both(name, fault=None):
         serving = jobs.critic(name, *critic)
@@ -83,6 +84,8 @@ def test_both_jobs_killed(jobs: Launcher, tmp_path):
     serving.kill()
     assert serving.wait(30) == [-9]
     assert jobs.run("broken").pairs == ["step_000002"]
+    # Step 3 follows a checkpoint: its engine is up to date in a run that nothing disturbs too.
+    assert [row["refit/staleness"] for row in jobs.run("whole").rows[1:]] == [0, 0, 0, 1]
     serving, training = both("broken")
     training.finish(), serving.finish(60)
     assert_exact(jobs.run("broken"), jobs.run("whole"))

@@ -151,6 +151,13 @@ def test_settings_that_fit_have_no_problems():
         ({"run__name": "a "}, "no space at either end"),
         ({"run__name": "ä" * 200}, "400 bytes long"),
         ({"parallel__pipeline": -2}, "parallel.pipeline=-2 must be at least 1"),
+        ({"refit__sync_every": 3}, "refit.sync_every=3 trains on responses of older weights"),
+        ({"refit__sync_every": 0}, "refit.sync_every=0 must be greater than 0"),
+        ({"ppo__importance_cap": 0.5}, "ppo.importance_cap=0.5 must be at least 1"),
+        (
+            {"refit__sync_every": 2, "ppo__importance_cap": 2.0, "engine__offload_during_training": True},
+            "refit.sync_every=2 needs the engine to keep its weights",
+        ),
         ({"ppo__critic_warmup_steps": 100}, "leaves no step of run.max_steps=100"),
     ],
 )
@@ -165,6 +172,11 @@ def test_the_critic_job_is_checked_too():
     assert len(found) == 2
     assert "at most 65535" in found[0]
     assert "there is no such file" in found[1]
+
+
+def test_lazy_refits_pass_with_their_correction():
+    config = load(ActorConfig, [*GIVEN, "refit.sync_every=4", "ppo.importance_cap=2"])
+    assert (config.refit.sync_every, config.ppo.importance_cap) == (4, 2.0)
 
 
 def test_a_critic_free_run_passes():

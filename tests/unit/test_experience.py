@@ -1,6 +1,7 @@
 """Rewards, advantages and metrics of a rollout against a case computed by hand."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -71,6 +72,19 @@ def test_truncation_settings(rollouts, truncation, first, rows):
     got = build_experience(rollouts, signals(rollouts), settings, kl_coefficient=0.1)
     assert got.advantages[1, 1].item() == pytest.approx(first)
     assert got.mask.any(1).sum().item() == rows
+
+
+def test_importance_weights_and_staleness_by_hand(rollouts):
+    """The engine sampled at log-prob -1 with weights of version 0; row 0's first token has since become 4 times as likely."""
+    later = signals(rollouts, weight_version=3)
+    later.logprobs[0, 2] = -1.0 + math.log(4)
+    settings = dataclasses.replace(SETTINGS, importance_cap=2.0)
+    got = build_experience(rollouts, later, settings, kl_coefficient=0.1)
+    assert got.weights[rollouts.mask].tolist() == pytest.approx([2.0, 1.0, 1.0, 1.0, 1.0])
+    assert got.weights[~rollouts.mask].sum() == 0
+    assert got.metrics["refit/staleness"] == 3 and got.metrics["drift/weight"] == pytest.approx(6 / 5)
+    assert got.metrics["drift/ratio"] == pytest.approx(8 / 5) and got.metrics["drift/max"] == pytest.approx(math.log(4))
+    assert build_experience(rollouts, later, SETTINGS, kl_coefficient=0.1).weights is None
 
 
 def test_what_lies_outside_the_mask_changes_nothing(rollouts):

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from aligner.models.hf_config import config_of, shape_of
-from aligner.models.hf_mapping import Unit, all_units, canonical_name, from_megatron, hf_names, hf_shape, to_megatron
+from aligner.models.hf_mapping import (
+    Unit,
+    all_units,
+    canonical_name,
+    from_megatron,
+    hf_names,
+    hf_shape,
+    pieces,
+    to_megatron,
+)
 from aligner.models.model_config import padded, read_model_config, write_model_config
 from aligner.models.rope import llama3_frequencies
 from tests.dist.tiny import tiny_hf, weights_of
@@ -33,7 +42,9 @@ def test_split_and_back_is_exact(family, tied, tensor):
     for unit in all_units(shape):
         whole = [weights[name] for name in unit.hf]
         shards = [to_megatron(unit, whole, shape, rank=rank, tensor=tensor) for rank in range(tensor)]
-        for name, back in zip(unit.hf, from_megatron(unit, shards, shape)):
+        parts = [pieces(unit, shard) for shard in shards]
+        back_again = [back for same in zip(*parts) for back in from_megatron(unit, torch.stack(same), shape)]
+        for name, back in zip(unit.hf, back_again, strict=True):
             assert torch.equal(back, weights[name]), (unit, name)
 
 

@@ -99,6 +99,20 @@ def test_a_refused_refit_consumes_its_source_whole(model):
     assert list(left) == []
 
 
+def test_a_certificate_that_does_not_hold_poisons(model, monkeypatch):
+    """The engine took every tensor, and holds something else."""
+    engine = tiny_engine("llama", certify=Certify.full)
+    write = engine.weights.write
+    monkeypatch.setattr(engine.weights, "write", lambda name, tensor: write(name, tensor * (1 + (name == DOWN))))
+    with pytest.raises(RuntimeError, match=f"1 of 20 checksums .* first {DOWN}"):
+        certified_refit(engine, tensors(model), version=2)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="the engine does not hold the policy's weights; refit it with every tensor"):
+        greedy(engine)
+    certified_refit(engine, tensors(model), version=3)
+    assert greedy(engine) == hf_greedy(model)
+
+
 def test_a_source_that_fails_midway_poisons(model):
     engine = tiny_engine("llama", model)
 
@@ -190,20 +204,27 @@ def test_certify_off_has_no_checksums(model):
 
 def plain_checksum(tensor: torch.Tensor) -> str:
     """The same two sums in Python's integers."""
-    size = tensor.element_size()
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    size = tensor.element_size() if len(raw) % 8 else 8
     words = [int.from_bytes(raw[i : i + size], "little", signed=True) for i in range(0, len(raw), size)]
     return "".join(f"{s % 2**64:016x}" for s in (sum(words), sum(w * (i + 1) for i, w in enumerate(words))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_checksum_is_two_integer_sums(dtype, monkeypatch):
-    tensor = torch.randn(67, 71, generator=torch.Generator().manual_seed(0)).to(dtype)
+@pytest.mark.parametrize("rows", [67, 80])
+def test_checksum_is_two_integer_sums(dtype, rows, monkeypatch):
+    """Words of 8 bytes (80 rows) and of one element (67 odd rows of an odd number of 2 or 4 bytes); within one block, and over many."""
+    tensor = torch.randn(rows, 71, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert checksum(tensor, Certify.full, 0) == plain_checksum(tensor)
-    monkeypatch.setattr("aligner.rollout.refit.CHUNK", 100)
+    monkeypatch.setattr("aligner.rollout.refit.COLUMNS", 100)
+    monkeypatch.setattr("aligner.rollout.refit.BLOCK", 3)
     assert checksum(tensor, Certify.full, 0) == plain_checksum(tensor)
     for version in (0, 5, 19):
         assert checksum(tensor, Certify.sampled, version) == plain_checksum(tensor[version % 16 :: 16])
+    shifted = torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(
+        rows, 71
+    )  # no multiple of 8 bytes from its start
+    assert checksum(shifted, Certify.full, 0) == plain_checksum(tensor)
 
 
 def test_checksum_sees_a_changed_bit_and_a_changed_place():
