@@ -70,6 +70,7 @@ def actor_overrides(options, folder: str) -> list[str]:
         f"critic.infer_batch_size={options.score_batch}",
         "checkpoint.at_end=false",
         "validation.every=0",
+        "engine.offload_during_training=true",  # a refit follows every update anyway
     ]
 
 
