@@ -4,16 +4,15 @@ A decode step multiplies few rows with every weight. On a CPU the kernels of nat
 oneDNN's are next, on plain weights, so that a refit stays a copy; F.linear works everywhere. Which it is, is timed at build with the
 largest weight of a layer. Both others may be absent (no C compiler; oneDNN's operator is private to torch), so each is probed."""
 
-import math
-import time
 from enum import Enum
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.model_config import ModelShape
+from aligner.parallel.cpu_linear import fastest, onednn_product, onednn_works
 from aligner.rollout import native
 
 SMALL_WEIGHT = 2**18  # elements; below, call overhead hides any gain, and one fixed kernel keeps results reproducible
@@ -28,10 +27,6 @@ class Kernel(Enum):
     native = "native"
 
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
 class Linear:
     """y = x W^T + b on x [n, in]. `weight` [out, in] and `bias` [out] are filled in place."""
 
@@ -40,7 +35,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.kernel is Kernel.onednn:
-            return onednn_linear(x, self.weight, self.bias)
+            return onednn_product(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -54,8 +49,8 @@ def choose_kernel(
     size = (2 * shape.ffn_hidden_size, shape.hidden_size)
     x, weight = torch.ones(min(rows, MOST_ROWS), size[1], dtype=dtype), torch.ones(size, dtype=dtype)
     kernels = {Kernel.plain: lambda: F.linear(x, weight)}
-    if dtype == torch.float32 and weight.numel() >= SMALL_WEIGHT and _works(x, weight):
-        kernels[Kernel.onednn] = lambda: onednn_linear(x, weight, None)
+    if dtype == torch.float32 and weight.numel() >= SMALL_WEIGHT and onednn_works():
+        kernels[Kernel.onednn] = lambda: onednn_product(x, weight, None)
     if use_native and native.library() is not None:
         if weight.numel() < SMALL_WEIGHT:
             return Kernel.native
@@ -66,24 +61,3 @@ def choose_kernel(
     if Kernel.native in times and times[Kernel.native] < NATIVE_MARGIN * times[best]:
         return Kernel.native
     return best if times[best] < MARGIN * times[Kernel.plain] else Kernel.plain
-
-
-def _works(x: Tensor, weight: Tensor) -> bool:
-    """Whether this build of torch has oneDNN's operator, as it was."""
-    try:
-        answer = onednn_linear(x, weight, None)
-    except (RuntimeError, AttributeError, TypeError):
-        return False
-    plain = F.linear(x, weight)
-    return answer.shape == plain.shape and torch.allclose(answer, plain)
-
-
-def fastest(*calls: Callable[[], Tensor], repeats: int = 5) -> list[float]:
-    """The least seconds that each call took, of `repeats`. They take turns, so that a busy machine slows all of them alike."""
-    best = [math.inf] * len(calls)
-    for _ in range(repeats + 1):  # the first to warm up
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            best[i] = min(best[i], time.perf_counter() - start)
-    return best
