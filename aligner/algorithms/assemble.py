@@ -218,6 +218,7 @@ def build_policy(config: ActorConfig, topology: Topology) -> Policy:
         topology,
         loss=PolicyLoss(config.sampling.temperature, config.ppo.clip, config.ppo.entropy_bonus),
         micro_batch_size=config.ppo.micro_batch_size,
+        micro_batch_tokens=config.ppo.micro_batch_tokens,
         reference=config.ppo.reference,
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from aligner.algorithms.assemble import Job
 from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.updates import train_in_turn
-from aligner.config.groups import RewardKind, RewardPlace
+from aligner.config.groups import RewardKind, RewardPlace, ValueNormalisation
 from aligner.config.jobs import ActorConfig, CriticConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
@@ -76,6 +76,7 @@ class CriticJob:
                 "set it to a divisor of the actor's ppo.rollout_batch_size * ppo.samples_per_prompt"
             )
         self._initial = False
+        self.critic.observe(batch.returns, batch.mask)
         seed, size = self.config.run.seed, settings.mini_batch_size
         orders = [mini_batches(rows, size, seed=seed, step=step, epoch=epoch) for epoch in range(settings.epochs)]
         batches = (_mini_batch(batch, chosen) for order in orders for chosen in order)
@@ -122,20 +123,24 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
     reward = None
     if config.reward.place is RewardPlace.critic and not scored_by_model and job.topology.is_reporter:
         reward = build_reward(config.reward, job.tokenizer)
+    settings = config.critic
+    cut = {"micro_batch_size": settings.micro_batch_size, "micro_batch_tokens": settings.micro_batch_tokens}
+    plain = settings.value_normalisation is ValueNormalisation.none
     critic = CriticModel(
         config.model,
         config.optim,
         job.topology,
-        micro_batch_size=config.critic.micro_batch_size,
-        value_clip=config.critic.value_clip,
-        head_lr_multiplier=config.critic.head_lr_multiplier,
+        value_clip=settings.value_clip,
+        head_lr_multiplier=settings.head_lr_multiplier,
+        normalisation_rate=None if plain else settings.value_normalisation_rate,
+        **cut,
     )
     reward_model = None
     if config.reward.place is RewardPlace.critic and scored_by_model:
         reward_model = RewardModel(
             replace(config.model, checkpoint=config.reward.checkpoint, num_layers=None),
             job.topology,
-            micro_batch_size=config.critic.micro_batch_size,
+            **cut,
         )
     models = [critic, *([reward_model] if reward_model else [])]
     return CriticJob(

@@ -3,17 +3,19 @@
 Legend: B rows, S columns; every tensor is the whole rollout, the same on every rank."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor
 
-from aligner.config.groups import Advantage, PPOConfig
+from aligner.config.groups import Advantage, PPOConfig, RewardScale
 from aligner.data.batch import CriticBatch, Rollouts
-from aligner.ops.advantages import explained_variance, gae, monte_carlo_returns, reinforce_baseline
+from aligner.ops.advantages import gae, monte_carlo_returns, reinforce_baseline
+from aligner.ops.explained_variance import explained_variance, explained_variance_parts
 from aligner.ops.importance import drift, importance_weights
 from aligner.ops.kl import kl_per_token, rewards_with_kl
 from aligner.ops.masks import clean, masked_mean, whiten
+from aligner.ops.reward_scaling import RunningMoments, scale_scores
 from aligner.ops.truncation import handle_truncation
 
 
@@ -55,8 +57,19 @@ class Experience:
         )
 
 
-def build_experience(rollouts: Rollouts, signals: Signals, ppo: PPOConfig, kl_coefficient: float) -> Experience:
+def build_experience(
+    rollouts: Rollouts,
+    signals: Signals,
+    ppo: PPOConfig,
+    kl_coefficient: float,
+    *,
+    moments: Optional[RunningMoments] = None,
+    falls_back: Callable[[float], bool] = lambda explained: False,
+) -> Experience:
     """Rewards, advantages and returns of a rollout.
+
+    moments: of the run's scores so far, moved on where ppo.reward_scale is running. falls_back: told the explained variance, says
+    whether the policy's advantages are to be the critic-free baseline's.
 
     Raises FloatingPointError where a value under a True mask is not finite."""
     scores, bootstrap, mask = handle_truncation(
@@ -67,23 +80,47 @@ def build_experience(rollouts: Rollouts, signals: Signals, ppo: PPOConfig, kl_co
         truncation=ppo.truncation,
         penalty=ppo.truncation_penalty,
     )
+    scores, reward_metrics = _scaled(scores, mask, rollouts, ppo, moments or RunningMoments())
     logprobs = clean(signals.logprobs, rollouts.mask, "policy log-probs")
     values = clean(signals.values, rollouts.mask, "values")
     reference = clean(signals.reference_logprobs, rollouts.mask, "reference log-probs")
     penalised = kl_per_token(logprobs, reference, ppo.kl_estimator)
     rewards = rewards_with_kl(scores, penalised, mask, coefficient=kl_coefficient, reduction=ppo.kl_reduction)
+    kl = logprobs - reference
+    metrics = {"kl/coefficient": kl_coefficient, **reward_metrics, **_rollout_metrics(rollouts, signals, kl)}
+    if ppo.advantage is Advantage.gae:
+        metrics |= _critic_metrics(rewards, values, mask, bootstrap, ppo.gamma)
+    fallen_back = falls_back(metrics.get("critic/explained_variance", 0.0))
     advantages, returns = _advantages(rewards, values, mask, bootstrap, ppo)
+    if fallen_back:
+        advantages = reinforce_baseline(rewards, mask, gamma=ppo.gamma)
+    if ppo.critic_fallback_steps:
+        metrics["critic/fallback"] = float(fallen_back)
     if ppo.whiten:
         advantages = whiten(advantages, mask, min_std=ppo.whiten_min_std)
-    kl = logprobs - reference
-    metrics = {"kl/coefficient": kl_coefficient, **_rollout_metrics(rollouts, signals, kl)}
     weights = None
     if ppo.importance_cap is not None:
         weights = importance_weights(logprobs, rollouts.engine_logprobs, rollouts.mask, cap=ppo.importance_cap)
         metrics["drift/weight"] = float(masked_mean(weights, rollouts.mask))
-    if ppo.advantage is Advantage.gae:
-        metrics |= _critic_metrics(rewards, values, mask, bootstrap, ppo.gamma)
     return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, weights, metrics)
+
+
+def _scaled(
+    scores: Tensor, mask: Tensor, rollouts: Rollouts, ppo: PPOConfig, moments: RunningMoments
+) -> tuple[Tensor, dict[str, float]]:
+    """Scores as ppo.reward_scale and ppo.reward_clip have them, and what is told of that."""
+    if ppo.reward_scale is RewardScale.none and ppo.reward_clip is None:
+        return scores, {}
+    counted, groups = mask.any(1), rollouts.sample_ids // ppo.samples_per_prompt
+    how = {"scale": ppo.reward_scale, "clip": ppo.reward_clip}
+    scaled = scale_scores(scores, counted, groups=groups, moments=moments, **how)
+    metrics = {
+        "reward/scaled_mean": float(masked_mean(scaled, counted)),
+        "reward/scaled_max": float(clean(scaled, counted).abs().max()),
+    }
+    if ppo.reward_scale is RewardScale.running:
+        metrics |= {"reward/running_mean": moments.mean, "reward/running_std": moments.std}
+    return scaled, metrics
 
 
 def _advantages(rewards, values, mask, bootstrap, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -113,7 +150,9 @@ def _rollout_metrics(rollouts: Rollouts, signals: Signals, k1: Tensor) -> dict[s
 def _critic_metrics(rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor, gamma: float) -> dict[str, float]:
     # Monte-Carlo returns: GAE targets contain the critic's own values and would flatter it.
     returns = monte_carlo_returns(rewards, mask, bootstrap, gamma=gamma)
+    parts = explained_variance_parts(values, returns, mask)
     return {
         "critic/explained_variance": explained_variance(values, returns, mask),
         "critic/value_mean": float(masked_mean(values, mask)),
+        **{f"critic/explained_variance/{name}": part for name, part in parts.items()},
     }

@@ -1,13 +1,15 @@
 """PPO (Schulman et al. 2017) with a served critic: a step reads top to bottom."""
 
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Callable, Iterator, Optional
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 
 from aligner.algorithms.agreement import on_all
 from aligner.algorithms.engine_sync import EngineSync, seconds_beside
+from aligner.algorithms.critic_trust import CriticTrust
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.pairs import PairedCheckpoints
@@ -22,6 +24,7 @@ from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.policy import Policy, PolicyMiniBatch
 from aligner.ops.kl import AdaptiveKL
+from aligner.ops.reward_scaling import RunningMoments
 from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
@@ -38,6 +41,18 @@ class TrainerState:
     prompts_consumed: int = 0
     weight_version: int = 0
     kl_coefficient: float = 0.0
+    scores: RunningMoments = field(default_factory=RunningMoments)  # for ppo.reward_scale=running
+    trust: CriticTrust = field(default_factory=CriticTrust)
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "TrainerState":
+        """From the plain values of a checkpoint."""
+        parts = {
+            name: kind(**saved[name])
+            for name, kind in (("scores", RunningMoments), ("trust", CriticTrust))
+            if name in saved
+        }
+        return cls(**{**saved, **parts})
 
 
 class PPOTrainer:
@@ -77,7 +92,7 @@ class PPOTrainer:
         saved = self.checkpoints.restore(resume_from)
         self.recorder.start()
         if saved is not None:
-            self.state = TrainerState(**saved)
+            self.state = TrainerState.of(saved)
             if self.ppo.kl_target is None:  # fixed: the setting counts, as every other does
                 self.state.kl_coefficient = self.ppo.kl_coefficient
         elif self.config.validation.every:
@@ -106,7 +121,7 @@ class PPOTrainer:
         with phase("critic_wait"):
             answers = self.generation.answers(pending, rollouts)
         with phase("advantages"):
-            experience = self.experience(rollouts, logprobs, reference, answers)
+            experience = self.experience(step, rollouts, logprobs, reference, answers)
         with phase("train"):
             critic_update = self.start_critic_training(step, experience)
             policy_metrics = self.train_policy(step, experience)
@@ -171,7 +186,7 @@ class PPOTrainer:
             return logprobs, logprobs  # before its first update the policy is the reference
         return logprobs, self.policy.reference_logprobs(rollouts, temperature=temperature)
 
-    def experience(self, rollouts: Rollouts, logprobs, reference, answers: Answers) -> Experience:
+    def experience(self, step: int, rollouts: Rollouts, logprobs, reference, answers: Answers) -> Experience:
         signals = Signals(
             logprobs=logprobs,
             reference_logprobs=reference,
@@ -180,7 +195,9 @@ class PPOTrainer:
             bootstrap=answers.bootstrap,
             weight_version=self.state.weight_version,
         )
-        return build_experience(rollouts, signals, self.ppo, self.state.kl_coefficient)
+        falls_back = partial(self.state.trust.judge, step, ppo=self.ppo)
+        carried = {"moments": self.state.scores, "falls_back": falls_back}
+        return build_experience(rollouts, signals, self.ppo, self.state.kl_coefficient, **carried)
 
     def start_critic_training(self, step: int, experience: Experience) -> Optional["Future[dict[str, float]]"]:
         """Send the step to the critic, which trains while the policy does. Rank 0 alone talks to it."""
@@ -210,12 +227,17 @@ class PPOTrainer:
 
     def train_policy(self, step: int, experience: Experience) -> dict[str, float]:
         """The policy's epochs and mini-batches; means of their metrics over the updates applied. Nothing in critic warm-up."""
-        if step <= self.ppo.critic_warmup_steps:
+        if not broadcast_object(self.policy_trains(step), 0, self.topology.cpu_group):
             return {}
         batches = self.policy_mini_batches(step, experience)
         metrics = train_in_turn(batches, self.policy.train, step=step, keep_batch=self.recorder.keep_batch)
         self.state.weight_version += 1
         return {f"policy/{key}": value for key, value in metrics.items()}
+
+    def policy_trains(self, step: int) -> bool:
+        """Not in critic warm-up."""
+        waits = self.ppo.critic_warmup_max_steps is not None and not self.state.trust.warmed_up
+        return step > self.ppo.critic_warmup_steps and not waits
 
     def policy_mini_batches(self, step: int, experience: Experience) -> Iterator[PolicyMiniBatch]:
         rollouts, size = experience.rollouts, self.ppo.mini_batch_size
@@ -243,7 +265,7 @@ class PPOTrainer:
         self.state.step = step
         self.state.prompts_consumed += self.ppo.rollout_batch_size
         # In critic warm-up the policy is the reference: a KL of 0 would only drive the coefficient down.
-        if self.ppo.kl_target is not None and step > self.ppo.critic_warmup_steps:
+        if self.ppo.kl_target is not None and self.policy_trains(step):
             controller = AdaptiveKL(self.state.kl_coefficient, self.ppo.kl_target, self.ppo.kl_horizon)
             controller.update(experience.metrics["kl/sequence"], len(rollouts))
             self.state.kl_coefficient = controller.coefficient

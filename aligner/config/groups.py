@@ -67,6 +67,18 @@ class KLReduction(Enum):
     sequence = "sequence"
 
 
+class RewardScale(Enum):
+    none = "none"
+    running = "running"
+    batch = "batch"
+    group = "group"
+
+
+class ValueNormalisation(Enum):
+    none = "none"
+    popart = "popart"
+
+
 class Truncation(Enum):
     bootstrap = "bootstrap"
     mask = "mask"
@@ -256,6 +268,9 @@ class PPOConfig:
     """Samples an optimizer step; rollout_batch_size * samples_per_prompt must be a multiple of it."""
     micro_batch_size: int = 4
     """Rows a forward pass on one data-parallel rank."""
+    micro_batch_tokens: Optional[int] = None
+    """Tokens a forward pass on one data-parallel rank, padding included, instead of ppo.micro_batch_size rows: rows of like length
+    are put together up to it, and a longer one goes alone. Absent: rows count."""
     epochs: int = 1
     """Passes of the policy over a rollout."""
     advantage: Advantage = Advantage.gae
@@ -291,8 +306,19 @@ class PPOConfig:
     ignore that it was cut."""
     truncation_penalty: float = 1.0
     """Subtracted from a truncated response's score where truncation is penalise."""
+    reward_scale: RewardScale = RewardScale.none
+    """Scores less their mean over their deviation, before the KL penalty: over the whole run so far (running), the step (batch) or the
+    responses to one prompt (group; ppo.samples_per_prompt > 1). Metrics and records keep the raw score."""
+    reward_clip: Optional[float] = None
+    """Scores are clipped to +- this, after ppo.reward_scale; absent: not clipped."""
     critic_warmup_steps: int = 0
     """First steps in which only the critic trains."""
+    critic_warmup_max_steps: Optional[int] = None
+    """Warm-up goes on beyond critic_warmup_steps until the critic's explained variance is positive, up to this step; absent: it does
+    not."""
+    critic_fallback_steps: int = 0
+    """After this many steps in a row with an explained variance of 0 or less, advantages are those of reinforce_baseline until it is
+    positive again, and the critic trains on; 0: never. Warm-up does not count."""
     reference: ReferencePlace = ReferencePlace.held
     """held: the frozen reference's weights stay on the device; swapped: they live on the host and are swapped in for its forward pass."""
 
@@ -345,10 +371,19 @@ class CriticTrainConfig:
     """Rows an optimizer step."""
     micro_batch_size: int = 4
     """Rows a forward pass on one data-parallel rank."""
+    micro_batch_tokens: Optional[int] = None
+    """Tokens a forward pass on one data-parallel rank, padding included, instead of critic.micro_batch_size rows, for values, training
+    and the reward model. Absent: rows count."""
     epochs: int = 1
     """Passes over a train request."""
     value_clip: Optional[float] = 0.2
-    """New values are clipped to the old ones +- value_clip in the loss; absent: not clipped."""
+    """New values are clipped to the old ones +- value_clip in the loss (in deviations of the returns where values are normalised);
+    absent: not clipped."""
+    value_normalisation: ValueNormalisation = ValueNormalisation.none
+    """popart: the head learns returns of mean 0 and deviation about 1, and is rescaled so that values keep their meaning while these
+    statistics move (van Hasselt et al. 2016); none: returns as they are."""
+    value_normalisation_rate: float = 0.1
+    """Weight of a step's returns in the moving average of their mean and square."""
     head_lr_multiplier: float = 1.0
     """Learning rate of the value head over that of the backbone."""
 

@@ -12,6 +12,7 @@ from aligner.config.groups import (
     ParallelConfig,
     RewardKind,
     RewardPlace,
+    RewardScale,
     Schedule,
     Truncation,
 )
@@ -35,6 +36,9 @@ POSITIVE = [
     "ppo.samples_per_prompt",
     "ppo.mini_batch_size",
     "ppo.micro_batch_size",
+    "ppo.micro_batch_tokens",
+    "ppo.reward_clip",
+    "ppo.critic_warmup_max_steps",
     "ppo.epochs",
     "ppo.whiten_min_std",
     "ppo.clip",
@@ -50,6 +54,8 @@ POSITIVE = [
     "critic.infer_batch_size",
     "critic.mini_batch_size",
     "critic.micro_batch_size",
+    "critic.micro_batch_tokens",
+    "critic.value_normalisation_rate",
     "critic.epochs",
     "critic.value_clip",
     "serving.heartbeat",
@@ -74,6 +80,7 @@ NOT_NEGATIVE = [
     "ppo.kl_coefficient",
     "ppo.truncation_penalty",
     "ppo.critic_warmup_steps",
+    "ppo.critic_fallback_steps",
     "reward.format_credit",
     "critic.head_lr_multiplier",
     "serving.port",
@@ -92,7 +99,7 @@ NOT_NEGATIVE = [
 
 LONGEST_NAME = 255  # bytes, on the file systems that Linux uses
 
-AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout"]
+AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout", "critic.value_normalisation_rate"]
 AT_MOST_ONE += [f"{group}.{name}" for group in ("sampling", "validation") for name in ("top_p", "min_p")]
 
 # Each changes the distribution that is sampled from; the policy's log-probs, which the ratio is made of, know the temperature alone
@@ -104,6 +111,7 @@ def problems(config: Any) -> list[str]:
     found = list(_ranges(config))
     found += _optim(config.optim)
     found += degree_problems(config.parallel)
+    found += _budget(config)
     found += _reward(config.reward)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
@@ -143,6 +151,16 @@ def _run(run: Any) -> Iterator[str]:
         yield f"run.name is {len(os.fsencode(run.name))} bytes long, and a folder's name has {LONGEST_NAME} at most"
     if "\0" in run.dir:
         yield f"run.dir={run.dir!r} is no path"
+
+
+def _budget(config: Any) -> Iterator[str]:
+    for group in ("ppo", "critic"):
+        tokens = getattr(getattr(config, group, None), "micro_batch_tokens", None)
+        if tokens is not None and config.parallel.virtual_pipeline is not None:
+            yield (
+                f"{group}.micro_batch_tokens={tokens} does not go with parallel.virtual_pipeline="
+                f"{config.parallel.virtual_pipeline}, whose micro-batches have one shape: leave one out"
+            )
 
 
 def degree_problems(parallel: ParallelConfig) -> list[str]:
@@ -245,12 +263,30 @@ def _algorithm(config: ActorConfig) -> Iterator[str]:
             f"ppo.truncation=bootstrap needs a critic and ppo.advantage=gae (critic.place={place.name}, "
             f"ppo.advantage={ppo.advantage.name}): set ppo.truncation to mask, penalise or ignore"
         )
-    if ppo.critic_warmup_steps and place is CriticPlace.none:
-        yield f"ppo.critic_warmup_steps={ppo.critic_warmup_steps} needs a critic, and critic.place is none"
+    yield from _critic_trust(config)
     if ppo.kl_target is not None and ppo.kl_coefficient == 0:
         yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coefficient by factors: it must start above 0"
-    if ppo.critic_warmup_steps >= config.run.max_steps > 0:
-        yield f"ppo.critic_warmup_steps={ppo.critic_warmup_steps} leaves no step of run.max_steps={config.run.max_steps} for the policy"
+    if ppo.reward_scale is RewardScale.group and ppo.samples_per_prompt == 1:
+        yield "ppo.reward_scale=group needs ppo.samples_per_prompt > 1: a score alone is its own mean"
+
+
+def _critic_trust(config: ActorConfig) -> Iterator[str]:
+    """Warm-up and fall-back."""
+    ppo, steps = config.ppo, config.run.max_steps
+    for name in ("critic_warmup_steps", "critic_warmup_max_steps", "critic_fallback_steps"):
+        if getattr(ppo, name) and config.critic.place is CriticPlace.none:
+            yield f"ppo.{name}={getattr(ppo, name)} needs a critic, and critic.place is none"
+    for name in ("critic_warmup_max_steps", "critic_fallback_steps"):
+        if getattr(ppo, name) and ppo.advantage is not Advantage.gae:
+            yield f"ppo.{name}={getattr(ppo, name)} needs ppo.advantage=gae, whose explained variance decides"
+    for name in ("critic_warmup_steps", "critic_warmup_max_steps"):
+        if (getattr(ppo, name) or 0) >= steps > 0:
+            yield f"ppo.{name}={getattr(ppo, name)} leaves no step of run.max_steps={steps} for the policy"
+    if ppo.critic_warmup_max_steps is not None and ppo.critic_warmup_max_steps < ppo.critic_warmup_steps:
+        yield (
+            f"ppo.critic_warmup_max_steps={ppo.critic_warmup_max_steps} is less than "
+            f"ppo.critic_warmup_steps={ppo.critic_warmup_steps}: raise it, or leave it out"
+        )
 
 
 def _refit(config: ActorConfig) -> Iterator[str]:

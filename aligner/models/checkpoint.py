@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.models.build import unwrap
 from aligner.models.checkpoint_folder import WEIGHTS, checkpoint_shape, copy_tokenizer, opened
-from aligner.models.heads import HEAD_KEY
+from aligner.models.heads import HEAD_BIAS_KEY, HEAD_KEY
 from aligner.models.model_config import ModelShape, write_model_config
 from aligner.parallel.collectives import agree, gather_objects
 from aligner.parallel.topology import Topology
@@ -32,7 +32,7 @@ __all__ = ["checkpoint_shape", "load_weights", "read_sharded", "save_weights", "
 PREFIX = "model."
 LAYERS = f"{PREFIX}decoder.layers."
 _LAYER_KEY = re.compile(re.escape(LAYERS) + r"\d+\.")
-_LM_HEAD, _VALUE_HEAD = f"{PREFIX}output_layer.weight", PREFIX + HEAD_KEY
+_LM_HEAD, _VALUE_HEAD = f"{PREFIX}output_layer.weight", {PREFIX + HEAD_KEY, PREFIX + HEAD_BIAS_KEY}
 
 logger = logging.getLogger(__name__)
 
@@ -194,8 +194,8 @@ def _tensors_on_disk(weights: Path, folder: Path) -> dict[str, ShardedTensor]:
 def _refuse_other_tensors(folder: Path, here: set[str], on_disk: dict[str, Any], topology: Topology) -> None:
     """Compare what all ranks want with what there is."""
     wanted = set().union(*gather_objects(here, topology.cpu_group))
-    missing = sorted(wanted - set(on_disk) - {_VALUE_HEAD})
-    unread = {_LM_HEAD, _VALUE_HEAD}
+    missing = sorted(wanted - set(on_disk) - _VALUE_HEAD)
+    unread = {_LM_HEAD, PREFIX + HEAD_KEY}  # a bias means normalised values: not to be left out unseen
     unknown = sorted(
         key for key in set(on_disk) - wanted - unread if "_extra_state" not in key and not _LAYER_KEY.match(key)
     )
@@ -209,12 +209,11 @@ def _refuse_other_tensors(folder: Path, here: set[str], on_disk: dict[str, Any],
 def _drop_absent_head(
     weights: dict[str, Any], on_disk: dict[str, Any], chunks: list[torch.nn.Module], folder: Path
 ) -> None:
-    if _VALUE_HEAD in on_disk:
-        return
+    absent = _VALUE_HEAD - set(on_disk)
     for state in [weights] if len(chunks) == 1 else weights.values():
-        for name in [name for name, tensor in state.items() if tensor.key == _VALUE_HEAD]:
+        for name in [name for name, tensor in state.items() if tensor.key in absent]:
             state.pop(name).data.detach().zero_()
-            logger.info("%s has no value or score head: it starts at zero", folder)
+            logger.info("%s has no %s of a value or score head: it starts at zero", folder, name.rpartition(".")[2])
 
 
 def _within(weights: dict[str, Any], layers: int, topology: Topology) -> None:

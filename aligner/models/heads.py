@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.parallel.cpu_linear import linear
+from aligner.ops.value_scale import HeadChange
 
 # On-disk name of the value or score head: NeMo's, and unlike the lm head's, so that neither can be loaded as the other.
 HEAD_KEY = "rm_head.weight"
+HEAD_BIAS_KEY = "rm_head.bias"
 
 
 class ResponseOutput(torch.nn.Module):
@@ -68,7 +70,7 @@ class ResponseOutput(torch.nn.Module):
 class ValueHead(torch.nn.Module):
     """One number a token, in float32: hidden -> 1, zero at first, a whole copy on every tensor-parallel rank.
 
-    A score head is the same module, read at the last token."""
+    A score head is the same module, read at the last token. biased: values that are normalised need a bias (ops/value_scale.py)."""
 
     def __init__(
         self,
@@ -78,16 +80,20 @@ class ValueHead(torch.nn.Module):
         device: torch.device,
         sequence_parallel: bool,
         tensor_group: ProcessGroup,
+        biased: bool = False,
     ):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
-        self.weight.sequence_parallel = sequence_parallel  # its gradient is then a part, to be summed
+        bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) if biased else None
+        self.register_parameter("bias", bias)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = sequence_parallel  # its gradient is then a part, to be summed
         self.sequence_parallel = sequence_parallel
         self.tensor_group = tensor_group
 
     def forward(self, hidden: Tensor, weight=None, runtime_gather_output=None) -> tuple[Tensor, None]:
         """hidden [S, B, H] -> [S, B, 1] float32, of all S positions with sequence parallelism too."""
-        values = F.linear(hidden.float(), self.weight.float())
+        values = F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tensor_group
@@ -96,8 +102,21 @@ class ValueHead(torch.nn.Module):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         found = _sharded(self, prefix, {}, sharded_offsets, metadata, self.tensor_group)
-        found[f"{prefix}weight"].key = HEAD_KEY
+        for name, key in (("weight", HEAD_KEY), ("bias", HEAD_BIAS_KEY)):
+            if f"{prefix}{name}" in found:
+                found[f"{prefix}{name}"].key = key
         return found
+
+    @torch.no_grad()
+    def rescale(self, change: HeadChange) -> tuple[float, float]:
+        """Weight and bias, the optimizer's float32 copies included, become what `change` says. Returns the bias before and after."""
+        before = float(self.bias)
+        for parameter, shift in ((self.weight, 0.0), (self.bias, change.shift)):
+            parameter.copy_((parameter.double() * change.ratio + shift).to(parameter.dtype))
+            master = getattr(parameter, "main_param", None)
+            if master is not None:  # with ZeRO-1 the part that this rank updates
+                master.copy_(master.double() * change.ratio + shift)
+        return before, float(self.bias)
 
 
 def _sharded(module, prefix, axes, sharded_offsets, metadata, tensor_group):

@@ -13,10 +13,16 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Plan:
     """The rows of one data-parallel rank, cut. `micro_batches[i]` are indices into the global batch; none is longer than `rows_each`,
-    and all ranks have equally many, empty ones included (a pipeline or a collective would hang otherwise)."""
+    and all ranks have equally many, empty ones included (a pipeline or a collective would hang otherwise). filled: each is padded to
+    rows_each; otherwise it has the rows that it has (1 where it is empty)."""
 
     micro_batches: list[list[int]]
     rows_each: int
+    filled: bool = True
+
+    def height(self, number: int) -> int:
+        """The m of a micro-batch."""
+        return self.rows_each if self.filled else max(1, len(self.micro_batches[number]))
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,38 @@ def plan(
     return Plan(cut, rows_each)
 
 
+def plan_by_tokens(
+    lengths: Sequence[int], parts: Sequence[Sequence[int]], part: int, *, micro_batch_tokens: int, multiple: int
+) -> Plan:
+    """The same by a budget: rows are put together, long ones first, while rows times width stays within micro_batch_tokens.
+
+    multiple: what widths are rounded up to. A row that exceeds the budget goes alone. All ranks have as many as the one with most."""
+    if micro_batch_tokens < 1:
+        raise ValueError(f"micro_batch_tokens must be at least 1, is {micro_batch_tokens}")
+    cuts = [_packed(lengths, rows, micro_batch_tokens, multiple) for rows in parts]
+    count = max(1, *map(len, cuts))
+    mine = cuts[part] + [[] for _ in range(count - len(cuts[part]))]
+    return Plan(mine, max(1, *map(len, mine)), filled=False)
+
+
+def _packed(lengths: Sequence[int], rows: Sequence[int], budget: int, multiple: int) -> list[list[int]]:
+    ordered = sorted(rows, key=lambda row: (-lengths[row], row))
+    packed: list[list[int]] = []
+    while ordered:
+        fit = max(1, budget // _width(lengths[ordered[0]], multiple))
+        packed.append(ordered[:fit])
+        ordered = ordered[fit:]
+    return packed
+
+
+def _width(longest: int, multiple: int) -> int:
+    """`longest` tokens rounded up to a multiple of `multiple`, and at least 2, so that there is a next token to be about."""
+    return -(-max(longest, 2) // multiple) * multiple
+
+
 def widths(plan: Plan, lengths: Sequence[int], *, multiple: int, uniform: bool = False) -> list[int]:
-    """W of each micro-batch: its longest row rounded up to a multiple of `multiple`, and at least 2, so that there is a next token to
-    be about. uniform: the largest of them for all."""
-    longest = [max((lengths[row] for row in rows), default=0) for rows in plan.micro_batches]
-    found = [-(-max(n, 2) // multiple) * multiple for n in longest]
+    """W of each micro-batch: its longest row rounded up to a multiple of `multiple`. uniform: the largest of them for all."""
+    found = [_width(max((lengths[row] for row in rows), default=0), multiple) for rows in plan.micro_batches]
     return [max(found)] * len(found) if uniform else found
 
 

@@ -32,25 +32,35 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 def micro_batches(
-    tokens: Tensor, lengths: Tensor, fields: Mapping[str, Tensor], *, micro_batch_size: int, topology: Topology
+    tokens: Tensor,
+    lengths: Tensor,
+    fields: Mapping[str, Tensor],
+    *,
+    micro_batch_size: int,
+    micro_batch_tokens: Optional[int] = None,
+    topology: Topology,
 ) -> list[MicroBatch]:
-    """The micro-batches of this rank. tokens [B, S] int64, lengths [B] int64, fields [B, S], the same on every rank."""
+    """The micro-batches of this rank: of micro_batch_size rows, or of as many as micro_batch_tokens hold where that is given.
+    tokens [B, S] int64, lengths [B] int64, fields [B, S], the same on every rank.
+
+    Raises ValueError for a budget of tokens in the interleaved schedule."""
     sizes = lengths.tolist()
-    interleaved = topology.virtual_pipeline is not None
-    plan = cutting.plan(
-        sizes,
-        balance_rows(sizes, topology.data),
-        topology.data_rank,
-        micro_batch_size=micro_batch_size,
-        count_multiple=topology.pipeline if interleaved else 1,
-    )
-    # The interleaved schedule needs one width: with two stages, where the previous and the next rank are the same, Megatron sends the
+    # The interleaved schedule needs one shape: with two stages, where the previous and the next rank are the same, Megatron sends the
     # shapes of both directions in an order that the receiver takes for the other one.
+    interleaved = topology.virtual_pipeline is not None
     multiple = cutting.width_multiple(topology.tensor, ON_GPU)
+    dealt = balance_rows(sizes, topology.data), topology.data_rank
+    if micro_batch_tokens is None:
+        count_multiple = topology.pipeline if interleaved else 1
+        plan = cutting.plan(sizes, *dealt, micro_batch_size=micro_batch_size, count_multiple=count_multiple)
+    elif interleaved:
+        raise ValueError("a budget of tokens a micro-batch does not go with parallel.virtual_pipeline: leave one out")
+    else:
+        plan = cutting.plan_by_tokens(sizes, *dealt, micro_batch_tokens=micro_batch_tokens, multiple=multiple)
     widths = cutting.widths(plan, sizes, multiple=multiple, uniform=interleaved)
     return [
-        cutting.build(rows, tokens, lengths, fields, rows_each=plan.rows_each, width=width, device=DEVICE)
-        for rows, width in zip(plan.micro_batches, widths, strict=True)
+        cutting.build(rows, tokens, lengths, fields, rows_each=plan.height(i), width=width, device=DEVICE)
+        for i, (rows, width) in enumerate(zip(plan.micro_batches, widths, strict=True))
     ]
 
 

@@ -57,12 +57,14 @@ class Policy:
         *,
         loss: PolicyLoss,
         micro_batch_size: int,
+        micro_batch_tokens: Optional[int] = None,
         reference: Optional[ReferencePlace] = ReferencePlace.held,
     ) -> None:
         """Weights from model.checkpoint; those are the reference's for the whole run. reference None: there is none."""
         self.topology, self.loss = topology, loss
         shape = checkpoint_shape(model.checkpoint).with_layers(model.num_layers).with_head("lm")
-        self.model = TrainableModel(model, shape, optim, topology, micro_batch_size=micro_batch_size)
+        cut = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
+        self.model = TrainableModel(model, shape, optim, topology, **cut)
         self.shape = shape
         self._reference = None
         if reference is not None:
@@ -82,13 +84,7 @@ class Policy:
             return self._logprobs(chunks, rollouts, temperature)
 
     def _logprobs(self, chunks: list[torch.nn.Module], rollouts: Rollouts, temperature: float) -> Tensor:
-        micro = pipeline.micro_batches(
-            rollouts.tokens,
-            rollouts.lengths,
-            {"mask": rollouts.mask},
-            micro_batch_size=self.model.micro_batch_size,
-            topology=self.topology,
-        )
+        micro = self.model.micro_batches(rollouts.tokens, rollouts.lengths, {"mask": rollouts.mask})
         read = partial(self._read_logprobs, temperature)
         parts = pipeline.forward(chunks, micro, self.topology, read=read, positions=predicting_positions)
         return pipeline.to_global(parts, micro, tuple(rollouts.tokens.shape), self.topology)

@@ -1,5 +1,7 @@
 """A reward model on Megatron: a backbone with a score head, read at the last token."""
 
+from typing import Optional
+
 from torch import Tensor
 
 from aligner.config.groups import ModelConfig
@@ -14,9 +16,17 @@ from aligner.parallel.topology import Topology
 class RewardModel:
     """Scores of finished rows; frozen."""
 
-    def __init__(self, model: ModelConfig, topology: Topology, *, micro_batch_size: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        topology: Topology,
+        *,
+        micro_batch_size: int,
+        micro_batch_tokens: Optional[int] = None,
+    ) -> None:
         """Raises ValueError for a checkpoint without a head, whose scores would all be 0."""
-        self.topology, self.micro_batch_size = topology, micro_batch_size
+        self.topology = topology
+        self._cut = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
         found = checkpoint_shape(model.checkpoint)
         if found.head == "lm":
             raise ValueError(
@@ -32,8 +42,6 @@ class RewardModel:
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """tokens [B, S], lengths [B] -> [B] float32, the score head at token lengths[b] - 1. Collective; the same on every rank."""
-        micro = pipeline.micro_batches(
-            tokens, lengths, {}, micro_batch_size=self.micro_batch_size, topology=self.topology
-        )
+        micro = pipeline.micro_batches(tokens, lengths, {}, topology=self.topology, **self._cut)
         parts = pipeline.forward(self.chunks, micro, self.topology, read=last_token)
         return pipeline.to_global(parts, micro, (tokens.size(0),), self.topology)

@@ -10,6 +10,7 @@ from aligner.config.groups import ModelConfig, OptimConfig
 from aligner.models import pipeline
 from aligner.models.build import build_model
 from aligner.models.checkpoint import load_weights, save_weights
+from aligner.models.micro_batches import MicroBatch
 from aligner.models.model_config import ModelShape
 from aligner.models.optimizer import (
     Update,
@@ -40,13 +41,16 @@ class TrainableModel:
         topology: Topology,
         *,
         micro_batch_size: int,
+        micro_batch_tokens: Optional[int] = None,
         head_lr_multiplier: float = 1.0,
+        head_bias: bool = False,
     ) -> None:
         """Build the model of `shape`, load its weights from model.checkpoint, and wrap it for training."""
         self.source, self.shape, self.optim, self.topology = Path(model.checkpoint), shape, optim, topology
         self.dtype = resolve_dtype(model.dtype)
-        self.micro_batch_size = micro_batch_size
-        plain = build_model(shape, topology, head=shape.head, dtype=self.dtype, recompute=model.recompute)
+        self._cut = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
+        build = {"dtype": self.dtype, "recompute": model.recompute, "head_bias": head_bias}
+        plain = build_model(shape, topology, head=shape.head, **build)
         load_weights(plain, shape, topology, self.source)
         self.chunks = wrap_for_training(plain, optim)
         self.optimizer = build_optimizer(self.chunks, optim, dtype=self.dtype, head_lr_multiplier=head_lr_multiplier)
@@ -62,6 +66,10 @@ class TrainableModel:
         """Of the next update."""
         return learning_rate(self.optim, self.step_count)
 
+    def micro_batches(self, tokens: Tensor, lengths: Tensor, fields: Mapping[str, Tensor]) -> list[MicroBatch]:
+        """This rank's share of a global batch. tokens [B, S], lengths [B], fields [B, S]."""
+        return pipeline.micro_batches(tokens, lengths, fields, topology=self.topology, **self._cut)
+
     def train_step(
         self,
         tokens: Tensor,
@@ -75,9 +83,7 @@ class TrainableModel:
 
         An empty mask skips the update: its gradient is 0, but momentum and weight decay would move the weights.
         Returns the sums of `loss`'s metrics over the mini-batch (not divided by anything but what `loss` divided), and the update."""
-        micro = pipeline.micro_batches(
-            tokens, lengths, fields, micro_batch_size=self.micro_batch_size, topology=self.topology
-        )
+        micro = self.micro_batches(tokens, lengths, fields)
         clear_gradients(self.chunks, self.optimizer)
         sums = pipeline.forward_backward(self.chunks, micro, self.topology, loss=loss, positions=positions)
         useful = bool(fields["mask"].any()) and all(torch.isfinite(torch.tensor(list(sums.values()))).tolist())

@@ -80,13 +80,23 @@ def load_training(
 
     Raises ValueError where trainer_state.json is missing or the optimizer is of another kind."""
     folder = Path(folder)
-    saved = broadcast_object(_read(folder) if topology.is_reporter else None, 0, topology.cpu_group)
-    if isinstance(saved, str):
-        raise ValueError(saved)
+    saved = _read_everywhere(folder, topology)
     if not saved["optimizer"].pop("fresh"):
         _refuse_other_kind(folder, saved["optimizer"], _kind(optimizer))
         _load_optimizer(folder / OPTIMIZER_FOLDER, chunks, optimizer, topology)
     return saved["state"]
+
+
+def saved_extra(folder: Path, topology: Topology) -> dict[str, Any]:
+    """What was saved beside the weights in `folder`, before anything of it is loaded. Collective. Raises ValueError where there is none."""
+    return _read_everywhere(Path(folder), topology)["state"]["extra"]
+
+
+def _read_everywhere(folder: Path, topology: Topology) -> dict[str, Any]:
+    saved = broadcast_object(_read(folder) if topology.is_reporter else None, 0, topology.cpu_group)
+    if isinstance(saved, str):
+        raise ValueError(saved)
+    return saved
 
 
 def _load_optimizer(

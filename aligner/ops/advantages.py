@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from aligner.ops.masks import clean, masked_mean, masked_moments, same_shapes
+from aligner.ops.masks import clean, masked_mean, same_shapes
 
 
 def _chosen_columns(mask: Tensor) -> list[int]:
@@ -56,14 +56,3 @@ def reinforce_baseline(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
     rewards, mask: [B, S]. Returns [B, S] float32, 0 outside the mask; dividing by the deviation (whitening) is the caller's."""
     returns = monte_carlo_returns(rewards, mask, rewards.new_zeros(rewards.size(0)), gamma=gamma)
     return torch.where(mask, returns - masked_mean(returns, mask), 0.0)
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over mask; 0 where the returns do not vary, since nothing is there to explain.
-
-    values, returns: [B, S]. Give Monte-Carlo returns: GAE targets contain V and flatter it."""
-    same_shapes(mask, values=values, returns=returns)
-    values, returns = clean(values, mask, "values"), clean(returns, mask, "returns")
-    _, total = masked_moments(returns, mask)
-    _, rest = masked_moments(returns - values, mask)
-    return 1.0 - (rest / total).item() if total > 1e-12 else 0.0

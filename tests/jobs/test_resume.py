@@ -16,7 +16,8 @@ SAMPLE_KEYS = ("sample_id", "origin", "response_ids", "score", "kl", "advantage_
 def settings(folder: Path, *, steps: int, every: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Overrides of the actor, and of its critic. 20 prompts and 8 a step: step 5 ends an epoch, steps 1 to 4 do not.
 
-    What a resumed run could lose is in use: an adaptive KL coefficient, schedules, two epochs, best-by-validation."""
+    What a resumed run could lose is in use: an adaptive KL coefficient, running statistics of scores and of returns, a row of steps
+    that the critic does not explain, schedules, two epochs, best-by-validation."""
     data, reward = user_data(folder, prompts=20)
     actor = (
         *data,
@@ -24,6 +25,9 @@ def settings(folder: Path, *, steps: int, every: int) -> tuple[tuple[str, ...], 
         "ppo.kl_horizon=40",
         "ppo.kl_coefficient=0.1",
         "ppo.epochs=2",
+        "ppo.reward_scale=running",
+        "ppo.reward_clip=2.0",
+        "ppo.critic_fallback_steps=2",
         "optim.schedule=cosine",
         "optim.warmup_steps=2",
         "optim.decay_steps=40",
@@ -31,7 +35,8 @@ def settings(folder: Path, *, steps: int, every: int) -> tuple[tuple[str, ...], 
         f"run.max_steps={steps}",
         f"checkpoint.every={every}",
     )
-    return (*actor, *reward), (*reward, "optim.schedule=linear", "optim.decay_steps=60", "critic.epochs=2")
+    critic = ("optim.schedule=linear", "optim.decay_steps=60", "critic.epochs=2", "critic.value_normalisation=popart")
+    return (*actor, *reward), (*reward, *critic)
 
 
 def assert_exact(found: Run, expected: Run) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aligner.config.groups import Truncation
-from aligner.ops.advantages import explained_variance, gae, monte_carlo_returns, reinforce_baseline
+from aligner.ops.advantages import gae, monte_carlo_returns, reinforce_baseline
 from aligner.ops.truncation import handle_truncation
 
 NAN = float("nan")
@@ -94,16 +94,6 @@ def test_reinforce_subtracts_the_mean_of_all_returns_to_go():
     # returns to go at gamma 0.5: 1, 2 and 5; mean 8/3
     expected = torch.tensor([[1.0, 2.0, 0.0], [5.0, 0.0, 0.0]]) - torch.where(mask, 8 / 3, 0.0)
     torch.testing.assert_close(reinforce_baseline(rewards, mask, gamma=0.5), expected)
-
-
-def test_explained_variance():
-    mask = torch.tensor([[True, True, True, False]])
-    returns = torch.tensor([[1.0, 2.0, 3.0, NAN]])
-    assert explained_variance(returns.clone(), returns, mask) == pytest.approx(1.0)
-    assert explained_variance(torch.full((1, 4), 2.0), returns, mask) == pytest.approx(0.0)
-    assert explained_variance(-returns, returns, mask) == pytest.approx(1 - 4)
-    assert explained_variance(returns, torch.ones(1, 4), mask) == 0  # all equal: nothing to explain
-    assert explained_variance(returns, returns, torch.zeros(1, 4, dtype=torch.bool)) == 0
 
 
 def truncation_case(truncation):

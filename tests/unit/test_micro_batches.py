@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.models.micro_batches import Plan, build, plan, scatter, width_multiple, widths
+from aligner.models.micro_batches import Plan, build, plan, plan_by_tokens, scatter, width_multiple, widths
 
 CPU = torch.device("cpu")
 
@@ -45,6 +45,31 @@ def test_more_ranks_than_rows_leaves_empty_micro_batches():
 def test_a_micro_batch_size_of_zero_is_refused():
     with pytest.raises(ValueError, match="micro_batch_size must be at least 1, is 0"):
         plan([1], [[0]], 0, micro_batch_size=0)
+
+
+def test_a_budget_of_tokens_by_hand():
+    # Widths are multiples of 4. 9 -> 12: two rows are 24. 7 -> 8: three rows (7, 5, 4) are 24. 3 -> 4: one row is left.
+    parts = [[0, 1, 2, 3, 4, 5], [6]]
+    lengths = [3, 9, 7, 8, 5, 4, 100]
+    first, second = (plan_by_tokens(lengths, parts, part, micro_batch_tokens=24, multiple=4) for part in (0, 1))
+    assert first.micro_batches == [[1, 3], [2, 4, 5], [0]]
+    assert second.micro_batches == [[6], [], []]  # longer than the budget: alone; as many as the other rank has
+    assert [first.height(i) for i in range(3)] == [2, 3, 1] and [second.height(i) for i in range(3)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="micro_batch_tokens must be at least 1, is 0"):
+        plan_by_tokens(lengths, parts, 0, micro_batch_tokens=0, multiple=4)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 30, 10_000])
+def test_a_budget_is_kept_and_no_row_is_lost(budget):
+    lengths = [5, 9, 2, 7, 7, 3, 8, 1]
+    plans = [
+        plan_by_tokens(lengths, [[0, 1, 2, 3], [4, 5, 6, 7]], p, micro_batch_tokens=budget, multiple=2) for p in (0, 1)
+    ]
+    assert sorted(row for p in plans for micro in p.micro_batches for row in micro) == list(range(8))
+    assert len({len(p.micro_batches) for p in plans}) == 1
+    for p in plans:
+        for micro, width in zip(p.micro_batches, widths(p, lengths, multiple=2), strict=True):
+            assert len(micro) <= 1 or len(micro) * width <= budget
 
 
 def test_width_is_the_longest_row_rounded_up():
