@@ -30,6 +30,7 @@ setup(
         "omegaconf>=2.3,<2.4",
         "PyYAML>=6",
         "psutil>=5.9",
+        "prometheus_client>=0.20",
         "reasoning-gym>=0.1.19",
         "rich>=13",
         "tensorboard>=2.16",

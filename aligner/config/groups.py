@@ -90,6 +90,7 @@ class RewardKind(Enum):
     task = "task"
     function = "function"
     model = "model"
+    http = "http"
 
 
 class RewardPlace(Enum):
@@ -328,7 +329,8 @@ class RewardConfig:
     place: RewardPlace = RewardPlace.critic
     """Which job scores: critic, or actor (critic-free runs)."""
     kind: RewardKind = RewardKind.task
-    """task: the reasoning-gym task's verifier; function: reward.function; model: a reward model on Megatron."""
+    """task: the reasoning-gym task's verifier; function: reward.function; model: a reward model on Megatron; http: a service of yours at
+    reward.url (docs/rewards.md)."""
     function: Optional[str] = None
     """`file.py:name` of a Python function (response: str, sample: dict) -> float or dict of parts, run in sandboxed workers."""
     checkpoint: Optional[str] = None
@@ -340,7 +342,15 @@ class RewardConfig:
     workers: int = 1
     """Verifier processes."""
     timeout: float = 10.0
-    """Deadline of one score, in seconds."""
+    """Deadline of one score, in seconds; for kind http of one attempt to get a request answered."""
+    url: Optional[str] = None
+    """For kind http: where samples are posted, http://HOST:PORT/PATH or https."""
+    deadline: float = 120.0
+    """For kind http: seconds after which a request that no attempt got answered has failed."""
+    concurrency: int = 8
+    """For kind http: requests at once, of each rank that scores."""
+    batch_size: int = 16
+    """For kind http: responses a request at most."""
     memory_mb: int = 2048
     """Address space of a verifier process, in MB."""
     allow_eval: bool = False
@@ -408,6 +418,9 @@ class ServingConfig:
     """A critic job that no actor spoke to for this long ends, in seconds."""
     max_rows: int = 1024
     """Rows of one inference batch at most."""
+    metrics_port: Optional[int] = None
+    """Port of Prometheus metrics (GET /metrics) on the server's address, without a token; 0 takes a free one and writes it to the
+    endpoint file; absent: no metrics."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ import os
 import string
 from pathlib import Path
 from typing import Any, Iterator
+from urllib.parse import urlsplit
 
 from aligner.config.groups import (
     Advantage,
@@ -49,6 +50,9 @@ POSITIVE = [
     "reward.workers",
     "reward.timeout",
     "reward.memory_mb",
+    "reward.deadline",
+    "reward.concurrency",
+    "reward.batch_size",
     "critic.connect_timeout",
     "critic.request_timeout",
     "critic.infer_batch_size",
@@ -85,6 +89,7 @@ NOT_NEGATIVE = [
     "critic.head_lr_multiplier",
     "serving.port",
     "serving.queue_delay_us",
+    "serving.metrics_port",
     "checkpoint.every",
     "validation.every",
     "validation.temperature",
@@ -201,12 +206,27 @@ def _reward(reward: Any) -> Iterator[str]:
             yield f"reward.function={reward.function}: there is no file {Path(path).absolute()}"
     elif reward.function is not None:
         yield f"reward.function={reward.function} needs reward.kind=function, and it is {reward.kind.name}"
+    yield from _http(reward)
     if reward.kind is not RewardKind.task and reward.format_credit:
         yield f"reward.format_credit={reward.format_credit} needs reward.kind=task, and it is {reward.kind.name}: set it to 0"
     if reward.kind is RewardKind.model and reward.checkpoint is None:
         yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
     if reward.kind is not RewardKind.model and reward.checkpoint is not None:
         yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model, and it is {reward.kind.name}"
+
+
+def _http(reward: Any) -> Iterator[str]:
+    if reward.kind is not RewardKind.http:
+        if reward.url is not None:
+            yield f"reward.url={reward.url} needs reward.kind=http, and it is {reward.kind.name}"
+        return
+    parts = urlsplit(reward.url or "")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield f"reward.kind=http needs reward.url=http://HOST:PORT/PATH, and it is {reward.url}"
+    elif parts.username is not None:
+        yield "reward.url must not hold a user name or password: settings are recorded"
+    if reward.deadline < reward.timeout:
+        yield f"reward.deadline={reward.deadline:g} is less than reward.timeout={reward.timeout:g}, that of one attempt: raise it"
 
 
 def _actor(config: ActorConfig) -> Iterator[str]:
@@ -340,8 +360,11 @@ def _data(config: ActorConfig) -> Iterator[str]:
 
 def _critic(config: CriticConfig) -> Iterator[str]:
     serving = config.serving
-    if serving.port > 65535:
-        yield f"serving.port={serving.port} must be at most 65535"
+    for name in ("port", "metrics_port"):
+        if (getattr(serving, name) or 0) > 65535:
+            yield f"serving.{name}={getattr(serving, name)} must be at most 65535"
+    if serving.port and serving.port == serving.metrics_port:
+        yield f"serving.port and serving.metrics_port are both {serving.port}: they must differ"
     if serving.token_file is not None and not Path(serving.token_file).is_file():
         yield f"serving.token_file={serving.token_file}: there is no such file"
     if config.reward.checkpoint is not None and not Path(config.reward.checkpoint).exists():

@@ -10,6 +10,7 @@ from aligner.data.interfaces import RewardSource
 from aligner.data.tasks import STOP_STRINGS
 from aligner.data.tokenizer import Tokenizer
 from aligner.rewards.pool import WorkerPool
+from aligner.rewards.remote import HttpReward, Limits
 
 
 class VerifierReward:
@@ -31,13 +32,18 @@ class VerifierReward:
 
 
 def build_reward(reward: RewardConfig, tokenizer: Tokenizer) -> RewardSource:
-    """The verifier of kind task or function; its processes are up when this returns, so call it before a server or CUDA starts.
+    """The reward of kind task, function or http. A verifier's processes are up when this returns, so call it before a server or CUDA
+    starts.
 
     Raises ValueError for a function that cannot be loaded, and for kind model, which is no verifier."""
     if reward.kind is RewardKind.model:
         raise ValueError(
             "reward.kind=model is scored by the reward model inside the critic job, not by a verifier (reward.place=critic)"
         )
+    if reward.kind is RewardKind.http:
+        assert reward.url is not None, "checked with the settings"
+        limits = Limits(reward.timeout, reward.deadline, reward.concurrency, reward.batch_size)
+        return HttpReward(reward.url, tokenizer, limits)
     spec: dict[str, Any] = {"kind": reward.kind.value, "answer": reward.answer}
     spec |= {"format_credit": reward.format_credit, "allow_eval": reward.allow_eval}
     if reward.kind is RewardKind.function:

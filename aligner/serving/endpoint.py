@@ -13,7 +13,8 @@ REMIND = 30.0
 
 @dataclass(frozen=True)
 class EndpointInfo:
-    """Where a job serves. `started`: seconds since the epoch. `token_file`: where its token lies; None where it asks for none."""
+    """Where a job serves. `started`: seconds since the epoch. `token_file`: where its token lies; None where it asks for none.
+    metrics_port: of Prometheus metrics; None where there are none."""
 
     host: str
     port: int
@@ -23,6 +24,7 @@ class EndpointInfo:
     started: float
     job_id: Optional[str] = None
     token_file: Optional[str] = None
+    metrics_port: Optional[int] = None
 
     @property
     def address(self) -> str:

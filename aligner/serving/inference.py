@@ -12,6 +12,7 @@ from aligner.serving.backend import CriticBackend
 from aligner.serving.frames import Call, Op
 from aligner.serving.hello import Contract
 from aligner.serving.loop import CallFailed, Loop, one_line
+from aligner.serving.observed import ServedValues
 from aligner.serving.protocol import ProtocolError, RequestFailed
 from aligner.serving.reception import Reception, WireRequest
 
@@ -34,6 +35,7 @@ class Inference:
         self._backend, self._loop, self._reception = backend, loop, reception
         self._vocab_size, self._max_length = contract.vocab_size, contract.max_length
         self._max_rows, self._deterministic = max_rows, deterministic
+        self.served = ServedValues()
 
     def infer(self, requests: Sequence[WireRequest]) -> list[dict[str, np.ndarray]]:
         """Requests of one S, merged by Triton; each answered by itself."""
@@ -107,7 +109,9 @@ class Inference:
     ) -> CriticAnswer:
         values, bootstrap, scores = outcome.result()
         verified = scores_of(scoring, len(bootstrap))
-        check_finite(rows, values, bootstrap)
+        used = check_finite(rows, values, bootstrap)
+        if rows.values:
+            self.served.add(self._backend.status()["step"], values[used])
         return CriticAnswer(values, bootstrap, verified if verified is not None else scores)
 
     def _failed_infer(self, request: WireRequest, error: Exception) -> dict[str, np.ndarray]:
@@ -150,10 +154,11 @@ def scores_of(
         return [Score(float("nan"), {}, f"scoring failed: {one_line(error)}")] * rows
 
 
-def check_finite(rows: CriticRows, values: torch.Tensor, bootstrap: torch.Tensor) -> None:
-    """Raises RequestFailed where a value that will be used is not finite."""
+def check_finite(rows: CriticRows, values: torch.Tensor, bootstrap: torch.Tensor) -> torch.Tensor:
+    """[b, S] bool: the values that will be used. Raises RequestFailed where one of them is not finite."""
     at = torch.arange(values.size(1))
     used = (at >= rows.prompt_lengths[:, None]) & (at < rows.lengths[:, None])
     bad = (used & ~torch.isfinite(values)).any(1) | ~torch.isfinite(bootstrap)
     if bad.any():
         raise RequestFailed(f"the critic's values of sample {int(rows.sample_ids[bad][0])} are not finite")
+    return used

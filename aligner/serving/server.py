@@ -5,7 +5,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Any, Callable, Mapping, Optional
 
 import torch.distributed as dist
 
@@ -17,6 +17,8 @@ from aligner.serving.endpoint import EndpointInfo, remove_endpoint, write_endpoi
 from aligner.serving.hello import Contract
 from aligner.serving.inference import Inference
 from aligner.serving.loop import STUCK_GRACE, JobFailed, Loop, LostRank
+from aligner.serving.metrics import MetricsServer
+from aligner.serving.observed import Handler, Latency
 from aligner.serving.reception import Reception
 from aligner.serving.triton_server import TritonServer
 
@@ -112,27 +114,27 @@ def _serve_rank0(
         max_rows=config.max_rows,
         deterministic=config.deterministic,
     )
-    triton = TritonServer(
-        {"infer": inference.infer, "train": control.train, "control": control.control},
+    handlers = {"infer": inference.infer, "train": control.train, "control": control.control}
+    latencies = {name: Latency() for name in handlers}
+    metrics = None
+    if config.metrics_port is not None:
+        how = {"numbers": _numbers(backend, loop, reception, inference), "latencies": latencies}
+        metrics = MetricsServer(address, config.metrics_port, job=place.name, run=contract.run_id, **how)
+    measured = {name: latencies[name].around(handler) for name, handler in handlers.items()}
+    triton = _start_triton(config, place, measured, address=address, token=token)
+    info = _endpoint(
+        config,
         address=address,
-        port=config.port,
-        token=token,
-        max_rows=config.max_rows,
-        queue_delay_us=0 if config.deterministic else config.queue_delay_us,
-        log_file=place.log_file,
-    )
-    info = EndpointInfo(
-        host=config.advertise_host or (access.node_address() if address == "0.0.0.0" else address),
         port=triton.port,
-        pid=os.getpid(),
         run_id=contract.run_id,
         grid=grid,
-        started=time.time(),
-        job_id=os.environ.get("SLURM_JOB_ID"),
         token_file=None if token_file is None else str(token_file.resolve()),
+        metrics_port=metrics and metrics.port,
     )
 
     def leave() -> None:
+        if metrics is not None:
+            metrics.stop()
         remove_endpoint(place.endpoint_file, info)
         triton.stop()
 
@@ -146,6 +148,43 @@ def _serve_rank0(
     finally:
         loop.close("it has ended")
         leave()
+
+
+def _start_triton(
+    config: ServingConfig, place: Place, handlers: Mapping[str, Handler], *, address: str, token: Optional[str]
+) -> TritonServer:
+    return TritonServer(
+        handlers,
+        address=address,
+        port=config.port,
+        token=token,
+        max_rows=config.max_rows,
+        queue_delay_us=0 if config.deterministic else config.queue_delay_us,
+        log_file=place.log_file,
+    )
+
+
+def _endpoint(config: ServingConfig, *, address: str, **known: Any) -> EndpointInfo:
+    """What the endpoint file says of this process."""
+    return EndpointInfo(
+        host=config.advertise_host or (access.node_address() if address == "0.0.0.0" else address),
+        pid=os.getpid(),
+        started=time.time(),
+        job_id=os.environ.get("SLURM_JOB_ID"),
+        **known,
+    )
+
+
+def _numbers(
+    backend: CriticBackend, loop: Loop, reception: Reception, inference: Inference
+) -> Callable[[], dict[str, float]]:
+    """A function that gives the present numbers of serving/metrics.py."""
+
+    def numbers() -> dict[str, float]:
+        now = {"queue": loop.queued, "step": backend.status()["step"], "draining": float(reception.draining)}
+        return {**reception.counts, **now, **inference.served.summary()}
+
+    return numbers
 
 
 def _address_and_token_file(config: ServingConfig, place: Place) -> tuple[str, Optional[Path]]:

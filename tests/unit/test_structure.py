@@ -30,6 +30,7 @@ HOMES = {
     "megatron": {"parallel", "models"},
     "pytriton": {"serving"},
     "tritonclient": {"serving"},
+    "prometheus_client": {"serving"},
     "tensorrt_llm": {"trtllm"},
     "transformers": {"data"},
     "reasoning_gym": {"data", "rewards"},
