@@ -22,12 +22,13 @@ RANKS_tp3 := 3
 OVERRIDES_pp2 := parallel.pipeline=2
 OVERRIDES_tp3 := parallel.tensor=3
 
-.PHONY: help setup demo test test-faults lint docs clean
+.PHONY: help setup demo test test-faults test-soak lint docs clean
 
 help:
 	@echo "make demo [GRID=one|dp2|pp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
 	@echo "make test                         run the tests"
 	@echo "make test-faults                  run the longer ones of whole jobs: more grids, more faults"
+	@echo "make test-soak                    64 clients at one critic job for eight minutes: latency and memory"
 	@echo "make lint | docs | clean"
 
 setup: $(READY)
@@ -56,6 +57,9 @@ test: $(READY)
 
 test-faults: $(READY)
 	cd $(ROOT) && $(PY) -m pytest -q -m faults tests/jobs
+
+test-soak: $(READY)
+	cd $(ROOT) && $(PY) -m pytest -q -s -m soak tests/jobs
 
 lint: $(READY)
 	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -17,6 +17,7 @@ VERSION = 1
 MAX_PART_BYTES = 16 * 1000 * 1000  # HTTP throughput into Triton peaks near 16 MB a request
 MAX_REQUEST_BYTES = 2 * MAX_PART_BYTES
 MAX_PARTS = 4096
+MAX_DEPTH = 64  # of JSON
 BUCKET = 64
 
 Arrays = Mapping[str, np.ndarray]
@@ -115,13 +116,29 @@ def text_of(item: Any) -> str:
 
 def json_of(item: Any, what: str) -> dict[str, Any]:
     """The JSON object in one element of a bytes array. Raises ProtocolError where it is none."""
+    text = text_of(item)
     try:
-        value = json.loads(text_of(item))
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON, or a number of too many digits
         raise ProtocolError(f"{what} is not JSON: {str(error)[:100]}") from None
     if not isinstance(value, dict):
         raise ProtocolError(f"{what} must be a JSON object, not {type(value).__name__}")
+    if text.count("{") + text.count("[") > MAX_DEPTH and _deeper(value, MAX_DEPTH):
+        # what can just be read here could not be written again, to the other ranks or to a verifier
+        raise ProtocolError(f"{what} is nested deeper than {MAX_DEPTH} levels")
     return value
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return any(isinstance(inner, (dict, list)) for inner in level)
 
 
 def check_arrays(endpoint: Endpoint, arrays: Arrays) -> None:

@@ -462,3 +462,22 @@ def test_nothing_is_pickled_or_evaluated_on_the_wire():
             assert not {"pickle", "dill", "marshal"} & {*names, name}, file
             assert name not in ("eval", "exec", "allow_pickle"), file
             assert name != "all_gather_object" or file.name == "loop.py", file
+
+
+def test_json_that_could_not_be_written_again_is_refused():
+    """Python reads deeper JSON than it writes, and the payload is written again on its way to the other ranks."""
+
+    def nested(levels, inner=b"1"):
+        return b'{"a":' * levels + inner + b"}" * levels
+
+    def width(levels):
+        return b'{"a": [' + b"[" * (levels - 2) + b"]" * (levels - 2) + b"]}"
+
+    for text in (nested(64), width(64), b'{"a": [' + b"{}," * 500 + b'{}], "b": "[[[{{{"}'):
+        assert protocol.json_of(text, "meta") == json.loads(text)
+    for text in (nested(65), width(65), nested(900)):
+        with pytest.raises(ProtocolError, match="meta is nested deeper than 64 levels"):
+            protocol.json_of(text, "meta")
+    for text in (nested(100_000), b'{"a": ' + b"9" * 5000 + b"}", b"{", b"1"):
+        with pytest.raises(ProtocolError, match="meta (is not JSON|must be a JSON object)"):
+            protocol.json_of(text, "meta")
