@@ -19,7 +19,6 @@ def main() -> int:
     from aligner.algorithms import assemble
     from aligner.algorithms.agreement import on_all
     from aligner.parallel.startup import shutdown
-    from aligner.rewards.source import build_reward
 
     job = assemble.start_job(config, "actor")
     samples = assemble.load_samples(config, job)
@@ -27,7 +26,7 @@ def main() -> int:
     if resumed is not None and resumed >= config.run.max_steps:
         return assemble.already_complete(job, resumed)
     config.model = assemble.with_saved_dtype(config.model, job, resumed)
-    reward = build_reward(config.reward, job.tokenizer) if assemble.scores_itself(config) else None
+    reward = assemble.own_reward(config, job) or on_all(lambda: connect_reward(config, job), job.topology)
     # A critic whose address is given answers at once or never; another may start while the policy is built.
     critic = on_all(lambda: connect_critic(config, job), job.topology) if config.critic.endpoint else None
     policy = assemble.build_policy(config, job.topology)
@@ -39,7 +38,7 @@ def main() -> int:
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": reward}
     trainer = assemble.build_trainer(config, job, **parts, samples=samples, resumed=resumed)
     state = trainer.fit(resume_from=resumed, should_stop=lambda: stop.stopping)
-    assemble.finish(job, trainer, critic, complete=state.step >= config.run.max_steps)
+    assemble.finish(job, trainer, [critic, reward], complete=state.step >= config.run.max_steps)
     for part in (critic, reward, engine):
         if part is not None:
             part.close()
@@ -64,6 +63,18 @@ def build_engine(config, job):
         use_native=config.engine.native,
         token_bytes=job.tokenizer.token_bytes() if config.sampling.stop_strings else None,
     )
+
+
+def connect_reward(config, job):
+    """The reward job, or None where another job scores."""
+    from aligner.algorithms.critic_job import reward_contract
+    from aligner.config.groups import RewardPlace
+    from aligner.serving.remote_reward import RemoteReward
+
+    if config.reward.place is not RewardPlace.server:
+        return None
+    file, alive = job.folder.endpoints / "reward.json", job.topology.is_reporter
+    return RemoteReward.of(config, reward_contract(config, job), endpoint_file=file, keeps_alive=alive, say=log.info)
 
 
 def connect_critic(config, job):

@@ -85,6 +85,7 @@ def critic_overrides(options, folder: str) -> list[str]:
         f"reward.checkpoint={options.reward}",
         f"critic.mini_batch_size={options.mini_batch}",
         f"critic.micro_batch_size={options.mini_batch}",
+        f"reward.micro_batch_size={options.mini_batch}",
     ]
 
 

@@ -28,6 +28,7 @@ from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import ON_GPU, resolve_dtype, set_threads, synchronise, thread_count
 from aligner.parallel.startup import detect_launch, start
 from aligner.parallel.topology import Topology, grid_problems
+from aligner.rewards.source import build_reward
 from aligner.runtime.errors import ConfigError
 from aligner.runtime.lock import RunLock
 from aligner.runtime.log import setup_logging
@@ -223,9 +224,9 @@ def build_policy(config: ActorConfig, topology: Topology) -> Policy:
     )
 
 
-def scores_itself(config: ActorConfig) -> bool:
-    """Whether this job scores responses, not the critic job."""
-    return config.reward.place is RewardPlace.actor
+def own_reward(config: ActorConfig, job: Job) -> Optional[RewardSource]:
+    """The verifier or remote reward of this job; None where another job scores."""
+    return build_reward(config.reward, job.tokenizer) if config.reward.place is RewardPlace.actor else None
 
 
 def already_complete(job: Job, steps: int) -> int:
@@ -240,14 +241,15 @@ def already_complete(job: Job, steps: int) -> int:
     return 0
 
 
-def finish(job: Job, trainer: PPOTrainer, critic: Optional[Critic], *, complete: bool) -> None:
-    """Let the critic job go where the run is complete, close what the run writes, and say where its report is."""
+def finish(job: Job, trainer: PPOTrainer, parts: list[Any], *, complete: bool) -> None:
+    """Let the other jobs go where the run is complete (those of `parts` that are clients of one), close what the run writes, and say
+    where its report is."""
     if job.topology.is_reporter:
-        if complete and critic is not None:
+        for other in [part for part in parts if hasattr(part, "stop")] if complete else []:
             try:
-                critic.stop()
-            except RuntimeError as error:  # the run is whole all the same; the critic job ends at serving.idle_timeout
-                log.warning("the critic job could not be told that the run is complete: %s", error)
+                other.stop()
+            except RuntimeError as error:  # the run is whole all the same; the job ends at serving.idle_timeout
+                log.warning("the job at %s could not be told that the run is complete: %s", other.address, error)
         if complete:
             job.folder.amend_record(job.name, complete=True)
         trainer.recorder.close()

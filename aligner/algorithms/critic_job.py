@@ -14,8 +14,8 @@ from torch import Tensor
 from aligner.algorithms.assemble import Job
 from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.updates import train_in_turn
-from aligner.config.groups import RewardKind, RewardPlace, ValueNormalisation
-from aligner.config.jobs import ActorConfig, CriticConfig
+from aligner.config.groups import RewardConfig, RewardKind, RewardPlace, ValueNormalisation
+from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
 from aligner.models.critic import CriticMiniBatch, CriticModel
@@ -59,9 +59,7 @@ class CriticJob:
 
     def infer(self, rows: CriticRows) -> tuple[Tensor, Tensor, Optional[list[Score]]]:
         """Values [b, S] and bootstrap [b] (0 where terminated), and the reward model's scores where there is one."""
-        scores = None
-        if self.reward_model is not None:
-            scores = [Score(float(s)) for s in self.reward_model.scores(rows.tokens, rows.lengths)]
+        scores = model_scores(self.reward_model, rows)
         if not rows.values:
             return torch.zeros(rows.tokens.shape), torch.zeros(len(rows.lengths)), scores
         values, bootstrap = self.critic.values(rows.tokens, rows.lengths)
@@ -118,38 +116,30 @@ class CriticJob:
 
 
 def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
-    """Critic and reward from their settings. Verifier processes start on rank 0 alone, before the models fill the memory."""
-    scored_by_model = config.reward.kind is RewardKind.model
-    reward = None
-    if config.reward.place is RewardPlace.critic and not scored_by_model and job.topology.is_reporter:
-        reward = build_reward(config.reward, job.tokenizer)
+    """Critic and reward from their settings. Verifier processes start before the models fill the memory."""
+    scores = config.reward.place is RewardPlace.critic
+    reward = build_verifier(config.reward, job) if scores else None
     settings = config.critic
-    cut = {"micro_batch_size": settings.micro_batch_size, "micro_batch_tokens": settings.micro_batch_tokens}
     plain = settings.value_normalisation is ValueNormalisation.none
     critic = CriticModel(
         config.model,
         config.optim,
         job.topology,
+        micro_batch_size=settings.micro_batch_size,
+        micro_batch_tokens=settings.micro_batch_tokens,
         value_clip=settings.value_clip,
         head_lr_multiplier=settings.head_lr_multiplier,
         normalisation_rate=None if plain else settings.value_normalisation_rate,
-        **cut,
     )
-    reward_model = None
-    if config.reward.place is RewardPlace.critic and scored_by_model:
-        reward_model = RewardModel(
-            replace(config.model, checkpoint=config.reward.checkpoint, num_layers=None),
-            job.topology,
-            **cut,
-        )
-    models = [critic, *([reward_model] if reward_model else [])]
+    reward_model = build_reward_model(config, job) if scores else None
+    positions = [model.shape.max_position_embeddings for model in (critic, reward_model) if model is not None]
     return CriticJob(
         config=config,
         critic=critic,
         reward=reward,
         reward_model=reward_model,
         identity={
-            **_contract(config, job, max_length=min(model.shape.max_position_embeddings for model in models)),
+            **served_contract(config, job, scores=scores, max_length=min(positions)),
             "mini_batch_size": config.critic.mini_batch_size,
             "max_rows": config.serving.max_rows,
         },
@@ -157,25 +147,59 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
     )
 
 
+def build_verifier(reward: RewardConfig, job: Job) -> Optional[RewardSource]:
+    """What scores beside the ranks, on rank 0; None on the others, and where a model scores."""
+    scores = job.topology.is_reporter and reward.kind is not RewardKind.model
+    return build_reward(reward, job.tokenizer) if scores else None
+
+
+def build_reward_model(config: CriticConfig | RewardServerConfig, job: Job) -> Optional[RewardModel]:
+    """None where no model scores."""
+    reward = config.reward
+    if reward.kind is not RewardKind.model:
+        return None
+    model = replace(config.model, checkpoint=reward.checkpoint, num_layers=None)
+    cut = {"micro_batch_size": reward.micro_batch_size, "micro_batch_tokens": reward.micro_batch_tokens}
+    return RewardModel(model, job.topology, **cut)
+
+
 def actor_contract(config: ActorConfig, job: Job) -> dict[str, Any]:
-    """The actor's side of what the two jobs must agree on."""
+    """The actor's side of what it and the critic job must agree on."""
+    scores = config.reward.place is RewardPlace.critic
     return {
-        **_contract(config, job, max_length=config.engine.max_input_len + config.engine.max_output_len),
+        **served_contract(config, job, scores=scores, max_length=_longest(config)),
         "train_rows": config.ppo.rollout_batch_size * config.ppo.samples_per_prompt,
         "infer_rows": config.critic.infer_batch_size,
     }
 
 
-def _contract(config: Any, job: Job, *, max_length: int) -> dict[str, Any]:
-    scores_there = config.reward.place is RewardPlace.critic
+def reward_contract(config: ActorConfig, job: Job) -> dict[str, Any]:
+    """The actor's side of what it and a reward job must agree on."""
+    return {
+        **served_contract(config, job, scores=True, max_length=_longest(config)),
+        "infer_rows": config.critic.infer_batch_size,
+    }
+
+
+def _longest(config: ActorConfig) -> int:
+    return config.engine.max_input_len + config.engine.max_output_len
+
+
+def served_contract(config: Any, job: Job, *, scores: bool, max_length: int) -> dict[str, Any]:
+    """scores: whether the other job, or this one where it serves, gives scores."""
     return {
         "tokenizer_fingerprint": job.tokenizer.fingerprint(),
         "chat_template": job.tokenizer.chat_template_hash,
         "vocab_size": job.shape.vocab_size,
         "max_length": max_length,
-        "reward_kind": config.reward.kind.value if scores_there else NO_REWARD,
+        "reward_kind": config.reward.kind.value if scores else NO_REWARD,
         "run_id": config.run.name,
     }
+
+
+def model_scores(model: Optional[RewardModel], rows: CriticRows) -> Optional[list[Score]]:
+    """One a row; None where no model scores. Collective."""
+    return None if model is None else [Score(float(s)) for s in model.scores(rows.tokens, rows.lengths)]
 
 
 def score_rows(rows: CriticRows) -> list[ScoreRow]:

@@ -8,8 +8,8 @@ from typing import Any, Callable, Iterator, Optional
 import torch
 
 from aligner.algorithms.agreement import on_all
-from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.critic_trust import CriticTrust
+from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.pairs import PairedCheckpoints

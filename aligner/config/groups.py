@@ -96,6 +96,7 @@ class RewardKind(Enum):
 class RewardPlace(Enum):
     critic = "critic"
     actor = "actor"
+    server = "server"
 
 
 class CriticPlace(Enum):
@@ -327,14 +328,20 @@ class PPOConfig:
 @dataclass
 class RewardConfig:
     place: RewardPlace = RewardPlace.critic
-    """Which job scores: critic, or actor (critic-free runs)."""
+    """Which job scores: critic, actor (critic-free runs), or server (a reward job of its own, serve_reward_model.py)."""
     kind: RewardKind = RewardKind.task
     """task: the reasoning-gym task's verifier; function: reward.function; model: a reward model on Megatron; http: a service of yours at
     reward.url (docs/rewards.md)."""
     function: Optional[str] = None
     """`file.py:name` of a Python function (response: str, sample: dict) -> float or dict of parts, run in sandboxed workers."""
+    endpoint: Optional[str] = None
+    """For place server: host:port of the reward job; absent: read from the run's endpoints/reward.json."""
     checkpoint: Optional[str] = None
     """Folder of a converted reward model, for kind model."""
+    micro_batch_size: int = 4
+    """Rows a forward pass of the reward model on one data-parallel rank."""
+    micro_batch_tokens: Optional[int] = None
+    """Tokens a forward pass of the reward model, padding included, instead of reward.micro_batch_size rows. Absent: rows count."""
     answer: str = "first_integer"
     """How a task's answer is checked: first_integer (the first signed integer is right, 0 or 1) or task (reasoning-gym's own scorer)."""
     format_credit: float = 0.0
@@ -382,8 +389,7 @@ class CriticTrainConfig:
     micro_batch_size: int = 4
     """Rows a forward pass on one data-parallel rank."""
     micro_batch_tokens: Optional[int] = None
-    """Tokens a forward pass on one data-parallel rank, padding included, instead of critic.micro_batch_size rows, for values, training
-    and the reward model. Absent: rows count."""
+    """Tokens a forward pass on one data-parallel rank, padding included, instead of critic.micro_batch_size rows. Absent: rows count."""
     epochs: int = 1
     """Passes over a train request."""
     value_clip: Optional[float] = 0.2

@@ -42,4 +42,15 @@ class CriticConfig:
     serving: g.ServingConfig = _group(g.ServingConfig)
 
 
-JOBS = {"actor": ActorConfig, "critic": CriticConfig}
+@dataclass
+class RewardServerConfig:
+    """serve_reward_model.py"""
+
+    run: g.RunConfig = _group(g.RunConfig)
+    parallel: g.ParallelConfig = _group(g.ParallelConfig)
+    model: g.ModelConfig = _group(g.ModelConfig)
+    reward: g.RewardConfig = _group(g.RewardConfig)
+    serving: g.ServingConfig = _group(g.ServingConfig)
+
+
+JOBS = {"actor": ActorConfig, "critic": CriticConfig, "reward": RewardServerConfig}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "ALIGNER_CONFIG_READS"
-ENTRY_SCRIPTS = {"__main__", "__mp_main__", "train_ppo_actor", "serve_ppo_critic"}
+ENTRY_SCRIPTS = {"__main__", "__mp_main__", "train_ppo_actor", "serve_ppo_critic", "serve_reward_model"}
 
 
 def _counts(module: str) -> bool:

@@ -5,7 +5,6 @@ import os
 import string
 from pathlib import Path
 from typing import Any, Iterator
-from urllib.parse import urlsplit
 
 from aligner.config.groups import (
     Advantage,
@@ -17,7 +16,8 @@ from aligner.config.groups import (
     Schedule,
     Truncation,
 )
-from aligner.config.jobs import ActorConfig, CriticConfig
+from aligner.config.jobs import ActorConfig
+from aligner.config.validate_reward import reward_problems, served_problems
 
 POSITIVE = [
     "run.max_steps",
@@ -53,6 +53,8 @@ POSITIVE = [
     "reward.deadline",
     "reward.concurrency",
     "reward.batch_size",
+    "reward.micro_batch_size",
+    "reward.micro_batch_tokens",
     "critic.connect_timeout",
     "critic.request_timeout",
     "critic.infer_batch_size",
@@ -114,16 +116,16 @@ BIASED_IN_TRAINING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalt
 def problems(config: Any) -> list[str]:
     """One line a problem of a job's settings; empty where they fit together."""
     found = list(_ranges(config))
-    found += _optim(config.optim)
+    found += _optim(config.optim) if hasattr(config, "optim") else []
     found += degree_problems(config.parallel)
     found += _budget(config)
-    found += _reward(config.reward)
+    found += reward_problems(config.reward)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
         found += [*_actor(config), *_sampling(config), *_data(config), *_algorithm(config)]
         found += _refit(config)
-    if isinstance(config, CriticConfig):
-        found += _critic(config)
+    else:
+        found += served_problems(config)
     return found
 
 
@@ -159,7 +161,7 @@ def _run(run: Any) -> Iterator[str]:
 
 
 def _budget(config: Any) -> Iterator[str]:
-    for group in ("ppo", "critic"):
+    for group in ("ppo", "critic", "reward"):
         tokens = getattr(getattr(config, group, None), "micro_batch_tokens", None)
         if tokens is not None and config.parallel.virtual_pipeline is not None:
             yield (
@@ -197,38 +199,6 @@ def _optim(optim: Any) -> Iterator[str]:
             yield f"optim.{name}=1 never learns: it must be less than 1"
 
 
-def _reward(reward: Any) -> Iterator[str]:
-    if reward.kind is RewardKind.function:
-        path, _, name = (reward.function or "").rpartition(":")
-        if not path or not name.isidentifier():
-            yield f"reward.kind=function needs reward.function=file.py:name, and it is {reward.function}"
-        elif not Path(path).is_file():
-            yield f"reward.function={reward.function}: there is no file {Path(path).absolute()}"
-    elif reward.function is not None:
-        yield f"reward.function={reward.function} needs reward.kind=function, and it is {reward.kind.name}"
-    yield from _http(reward)
-    if reward.kind is not RewardKind.task and reward.format_credit:
-        yield f"reward.format_credit={reward.format_credit} needs reward.kind=task, and it is {reward.kind.name}: set it to 0"
-    if reward.kind is RewardKind.model and reward.checkpoint is None:
-        yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
-    if reward.kind is not RewardKind.model and reward.checkpoint is not None:
-        yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model, and it is {reward.kind.name}"
-
-
-def _http(reward: Any) -> Iterator[str]:
-    if reward.kind is not RewardKind.http:
-        if reward.url is not None:
-            yield f"reward.url={reward.url} needs reward.kind=http, and it is {reward.kind.name}"
-        return
-    parts = urlsplit(reward.url or "")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        yield f"reward.kind=http needs reward.url=http://HOST:PORT/PATH, and it is {reward.url}"
-    elif parts.username is not None:
-        yield "reward.url must not hold a user name or password: settings are recorded"
-    if reward.deadline < reward.timeout:
-        yield f"reward.deadline={reward.deadline:g} is less than reward.timeout={reward.timeout:g}, that of one attempt: raise it"
-
-
 def _actor(config: ActorConfig) -> Iterator[str]:
     ppo, critic, reward = config.ppo, config.critic, config.reward
     samples = ppo.rollout_batch_size * ppo.samples_per_prompt
@@ -246,12 +216,14 @@ def _actor(config: ActorConfig) -> Iterator[str]:
         yield "critic.place=none leaves nobody to score: set reward.place=actor"
     if critic.place is not CriticPlace.none and reward.place is RewardPlace.actor and reward.kind is RewardKind.model:
         yield "reward.place=actor with reward.kind=model: a reward model runs in the critic job, set reward.place=critic"
-    if critic.place is CriticPlace.none and reward.kind is RewardKind.model:
-        yield "reward.kind=model needs a critic job to run the reward model, and critic.place is none"
-    if critic.endpoint is not None:
-        host, _, port = critic.endpoint.rpartition(":")
-        if not host or not port.isdigit():
-            yield f"critic.endpoint={critic.endpoint} must be host:port"
+    if critic.place is CriticPlace.none and reward.kind is RewardKind.model and reward.place is not RewardPlace.server:
+        yield "reward.kind=model needs a job to run the reward model, and critic.place is none: set reward.place=server"
+    for key, endpoint in (("critic", critic.endpoint), ("reward", reward.endpoint)):
+        host, _, port = (endpoint or "").rpartition(":")
+        if endpoint is not None and (not host or not port.isdigit()):
+            yield f"{key}.endpoint={endpoint} must be host:port"
+    if reward.endpoint is not None and reward.place is not RewardPlace.server:
+        yield f"reward.endpoint={reward.endpoint} needs reward.place=server, and it is {reward.place.name}"
     if critic.endpoint is not None and critic.place is not CriticPlace.remote:
         yield f"critic.endpoint={critic.endpoint} needs critic.place=remote, and it is {critic.place.name}"
     if critic.local_overrides and critic.place is not CriticPlace.local:
@@ -356,18 +328,3 @@ def _data(config: ActorConfig) -> Iterator[str]:
         if not names or not names <= set(known):
             some = ", ".join(f"{{{name}}}" for name in known)
             yield f"data.template={data.template!r} must hold one of {some} and no other name (braces themselves are doubled)"
-
-
-def _critic(config: CriticConfig) -> Iterator[str]:
-    serving = config.serving
-    for name in ("port", "metrics_port"):
-        if (getattr(serving, name) or 0) > 65535:
-            yield f"serving.{name}={getattr(serving, name)} must be at most 65535"
-    if serving.port and serving.port == serving.metrics_port:
-        yield f"serving.port and serving.metrics_port are both {serving.port}: they must differ"
-    if serving.token_file is not None and not Path(serving.token_file).is_file():
-        yield f"serving.token_file={serving.token_file}: there is no such file"
-    if config.reward.checkpoint is not None and not Path(config.reward.checkpoint).exists():
-        yield f"reward.checkpoint={config.reward.checkpoint}: there is no such folder or .nemo archive"
-    if config.reward.place is RewardPlace.actor and config.reward.kind is RewardKind.model:
-        yield "reward.kind=model with reward.place=actor: the critic job would load a reward model that nobody asks"

@@ -14,8 +14,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.parallel.cpu_linear import linear
 from aligner.ops.value_scale import HeadChange
+from aligner.parallel.cpu_linear import linear
 
 # On-disk name of the value or score head: NeMo's, and unlike the lm head's, so that neither can be loaded as the other.
 HEAD_KEY = "rm_head.weight"

@@ -43,7 +43,8 @@ def launched(shared_jobs: Launcher):
     mark = uuid.uuid4().hex
     command = [sys.executable, str(REPO / "launch/local/ppo.py"), "--critic-ranks", "2"]
     command += ["--critic-log", str(shared_jobs.runs / "critic.out"), "--both", *shared_jobs.both("launched")]
-    command += ["--actor", *ACTOR_SETTINGS, "logging.tensorboard=true", "--critic", *CRITIC_SETTINGS]
+    open_to_others = ("serving.bind=0.0.0.0", "serving.advertise_host=127.0.0.1")
+    command += ["--actor", *ACTOR_SETTINGS, "logging.tensorboard=true", "--critic", *CRITIC_SETTINGS, *open_to_others]
     done = subprocess.run(
         command, env=environment(**{MARK: mark}), cwd="/", capture_output=True, text=True, timeout=DEADLINE
     )
@@ -59,6 +60,23 @@ def test_it_ends_by_itself_and_says_where_the_report_is(launched):
     assert alive == []
     assert not (run.path / "endpoints" / "critic.json").exists()
     assert run.pairs == ["step_000003"]
+
+
+def test_the_token_is_in_its_file_alone(launched):
+    """The critic bound an address that others reach, so it asked for a token; nothing that the run leaves or said tells it."""
+    run, done, _ = launched
+    file = run.path / "endpoints" / "critic.token"
+    token = file.read_text().strip()
+    assert file.stat().st_mode & 0o777 == 0o600 and len(token) >= 32
+    told = [done.stdout, done.stderr] + [
+        f.read_bytes().decode(errors="replace") for f in all_files(run.path) if f != file
+    ]
+    told.append((run.path.parent / "critic.out").read_text())
+    assert len(told) > 20 and not any(token in text for text in told)
+
+
+def all_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def read(file: Path) -> str:
@@ -143,15 +161,33 @@ def test_without_a_critic(jobs: Launcher, tmp_path):
 
 
 def test_a_reward_model_scores(jobs: Launcher, tiny_reward_model):
-    """reward.kind=model: every recorded score is Hugging Face's of the same tokens."""
-    import torch
-    from transformers import LlamaForSequenceClassification
-
+    """reward.kind=model, in the critic job and in a reward job of its own on two ranks, whose actor has no critic at all."""
     scored = ("reward.format_credit=0", "reward.kind=model", f"reward.checkpoint={tiny_reward_model}")
     settings = ("reward.kind=model", f"reward.checkpoint={tiny_reward_model}", "run.max_steps=2", "validation.every=0")
     jobs.alone("scored", *settings, critic=scored).finish()
-    model = LlamaForSequenceClassification.from_pretrained(tiny_reward_model.parent / "hf").eval()
-    samples = jobs.run("scored").samples(1)
+    assert_scores_of(tiny_reward_model.parent / "hf", jobs.run("scored").samples(1))
+
+    budget = ("reward.micro_batch_tokens=40", "serving.metrics_port=0")
+    scoring = jobs.start("serve_reward_model.py", *jobs.both("apart"), *scored, *budget, ranks=2)
+    free = (
+        "critic.place=none",
+        "ppo.advantage=reinforce_baseline",
+        "ppo.truncation=ignore",
+        "ppo.critic_warmup_steps=0",
+    )
+    budget = ("ppo.micro_batch_tokens=50", "ppo.reward_scale=batch")
+    jobs.actor("apart", *settings, *free, *budget, "reward.place=server").finish()
+    scoring.finish(60)  # told that the run is complete
+    assert_scores_of(tiny_reward_model.parent / "hf", jobs.run("apart").samples(1))
+    assert not (jobs.run("apart").path / "endpoints" / "reward.json").exists() and scoring.leftovers() == []
+
+
+def assert_scores_of(folder: Path, samples: list[dict]) -> None:
+    """Every recorded score is Hugging Face's of the same tokens."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification.from_pretrained(folder).eval()
     assert len(samples) == 8
     for sample in samples:
         tokens = [byte_token(c) for c in sample["prompt"].encode()] + sample["response_ids"]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from aligner.config.groups import CriticClientConfig
 from aligner.runtime.errors import ContractError
@@ -42,7 +44,7 @@ VOCAB = CONTRACT.vocab_size
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    job = Job(tmp_path_factory.mktemp("run"), max_rows=64)
+    job = Job(tmp_path_factory.mktemp("run"), max_rows=64, metrics_port=0)
     yield job
     job.end()
 
@@ -288,6 +290,36 @@ def test_status_for_people(served, critic):
     assert out.returncode == 0, out.stderr
     lines = dict(line.split(maxsplit=1) for line in out.stdout.splitlines() if len(line.split()) > 1)
     assert lines["run_id"] == "r1" and lines["protocol"] == "1" and lines["pid"] == str(served.ranks[0].pid)
+
+
+def test_metrics(served, fresh):
+    """Prometheus' page, by what was asked since: counts, the step, and the drift of the mean of formula values."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def page() -> dict[str, float]:
+        url = f"http://127.0.0.1:{read_endpoint(served.endpoint_file).metrics_port}/metrics"
+        text = opener.open(url, timeout=30).read().decode()
+        families = text_string_to_metric_families(text)
+        return {s.name: s.value for f in families for s in f.samples if s.labels.get("endpoint") in (None, "infer")}
+
+    def mean(rows, weight: float) -> float:
+        used = (torch.arange(rows.tokens.size(1)) >= rows.prompt_lengths[:, None]) & (
+            torch.arange(rows.tokens.size(1)) < rows.lengths[:, None]
+        )
+        return float(expected_values(rows.tokens, weight)[used].mean())
+
+    rows, before = make_rows(31), page()
+    fresh.train(1, make_batch(2)).result(60)  # weight 3
+    fresh.infer(rows).result(60)
+    fresh.train(2, make_batch(1)).result(60)  # weight 4
+    fresh.infer(rows).result(60)
+    after = page()
+    grown = {name: after[name] - before[name] for name in before if name.endswith("_total")}
+    assert grown["aligner_infer_requests_total"] == 2 and grown["aligner_infer_rows_total"] == 6
+    assert grown["aligner_train_steps_total"] == 2 and after["aligner_step"] == 2 and after["aligner_queue"] == 0
+    assert after["aligner_answer_seconds_count"] - before["aligner_answer_seconds_count"] == 2
+    assert after["aligner_values_mean"] == pytest.approx(mean(rows, 4.0))
+    assert after["aligner_values_drift"] == pytest.approx(mean(rows, 4.0) - mean(rows, 3.0))
 
 
 def test_nothing_of_triton_reaches_the_terminal(served, critic):

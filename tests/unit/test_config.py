@@ -110,7 +110,7 @@ def test_settings_that_fit_have_no_problems():
         (NO_CRITIC, "ppo.advantage=gae needs a critic"),
         (NO_CRITIC, "critic.place=none leaves nobody to score"),
         ({**NO_CRITIC, "ppo__advantage": Advantage.reinforce_baseline}, "ppo.truncation=bootstrap needs a critic"),
-        ({**NO_CRITIC, "reward__kind": RewardKind.model}, "reward.kind=model needs a critic job"),
+        ({**NO_CRITIC, "reward__kind": RewardKind.model}, "reward.kind=model needs a job"),
         ({**NO_CRITIC, "ppo__critic_warmup_steps": 2}, "ppo.critic_warmup_steps=2 needs a critic"),
         ({"optim__schedule": Schedule.cosine}, "needs optim.decay_steps (0) greater than optim.warmup_steps (0)"),
         ({"optim__min_lr": 1.0}, "optim.min_lr=1.0 exceeds optim.lr=1e-06"),

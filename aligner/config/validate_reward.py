@@ -1,0 +1,57 @@
+"""Checks of the reward's settings, and of those jobs that serve (critic, reward). Each names the keys and what to change."""
+
+from pathlib import Path
+from typing import Any, Iterator
+from urllib.parse import urlsplit
+
+from aligner.config.groups import RewardKind, RewardPlace
+from aligner.config.jobs import CriticConfig, RewardServerConfig
+
+
+def reward_problems(reward: Any) -> Iterator[str]:
+    if reward.kind is RewardKind.function:
+        path, _, name = (reward.function or "").rpartition(":")
+        if not path or not name.isidentifier():
+            yield f"reward.kind=function needs reward.function=file.py:name, and it is {reward.function}"
+        elif not Path(path).is_file():
+            yield f"reward.function={reward.function}: there is no file {Path(path).absolute()}"
+    elif reward.function is not None:
+        yield f"reward.function={reward.function} needs reward.kind=function, and it is {reward.kind.name}"
+    yield from _http(reward)
+    if reward.kind is not RewardKind.task and reward.format_credit:
+        yield f"reward.format_credit={reward.format_credit} needs reward.kind=task, and it is {reward.kind.name}: set it to 0"
+    if reward.kind is RewardKind.model and reward.checkpoint is None:
+        yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
+    if reward.kind is not RewardKind.model and reward.checkpoint is not None:
+        yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model, and it is {reward.kind.name}"
+
+
+def _http(reward: Any) -> Iterator[str]:
+    if reward.kind is not RewardKind.http:
+        if reward.url is not None:
+            yield f"reward.url={reward.url} needs reward.kind=http, and it is {reward.kind.name}"
+        return
+    parts = urlsplit(reward.url or "")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield f"reward.kind=http needs reward.url=http://HOST:PORT/PATH, and it is {reward.url}"
+    elif parts.username is not None:
+        yield "reward.url must not hold a user name or password: settings are recorded"
+    if reward.deadline < reward.timeout:
+        yield f"reward.deadline={reward.deadline:g} is less than reward.timeout={reward.timeout:g}, that of one attempt: raise it"
+
+
+def served_problems(config: CriticConfig | RewardServerConfig) -> Iterator[str]:
+    serving, reward = config.serving, config.reward
+    for name in ("port", "metrics_port"):
+        if (getattr(serving, name) or 0) > 65535:
+            yield f"serving.{name}={getattr(serving, name)} must be at most 65535"
+    if serving.port and serving.port == serving.metrics_port:
+        yield f"serving.port and serving.metrics_port are both {serving.port}: they must differ"
+    if serving.token_file is not None and not Path(serving.token_file).is_file():
+        yield f"serving.token_file={serving.token_file}: there is no such file"
+    if reward.checkpoint is not None and not Path(reward.checkpoint).exists():
+        yield f"reward.checkpoint={reward.checkpoint}: there is no such folder or .nemo archive"
+    if reward.place is RewardPlace.actor and reward.kind is RewardKind.model:
+        yield "reward.kind=model with reward.place=actor: the critic job would load a reward model that nobody asks"
+    if isinstance(config, RewardServerConfig) and reward.place is not RewardPlace.server:
+        yield f"reward.place={reward.place.name}: a reward job is asked where it is server; set reward.place=server in all jobs"

@@ -1,0 +1,98 @@
+"""A RewardSource whose scores a reward job gives (serve_reward_model.py): inference requests that want no values."""
+
+import contextlib
+import logging
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+import torch
+
+from aligner.config.groups import CriticClientConfig
+from aligner.config.jobs import ActorConfig
+from aligner.data.batch import CriticAnswer, CriticRows, Score, ScoreRow
+from aligner.data.tasks import wire_fields
+from aligner.serving.client import RemoteCritic
+from aligner.serving.hello import Contract
+from aligner.serving.protocol import RequestFailed
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE = 60.0  # seconds between signs of life: a step may take longer than the reward job waits for an actor
+
+
+class RemoteReward:
+    """Futures raise RequestFailed where a request as a whole failed; a sample that could not be scored is Score.error."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        config: CriticClientConfig,
+        *,
+        endpoint_file: Path,
+        keeps_alive: bool,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
+        """config: deadlines, and the reward job's address as `endpoint`. keeps_alive: on one rank of the actor job.
+
+        Raises ContractError where no reward job answers in time or the jobs do not fit."""
+        self._client = RemoteCritic(contract, config, endpoint_file=endpoint_file, say=say)
+        self.address = self._client.address
+        self._closed = threading.Event()
+        if keeps_alive:
+            threading.Thread(target=self._keep_alive, name="reward keepalive", daemon=True).start()
+
+    @classmethod
+    def of(cls, config: ActorConfig, contract: Mapping[str, Any], **how: Any) -> "RemoteReward":
+        """From the actor's settings. how: the keyword arguments above."""
+        client = replace(config.critic, endpoint=config.reward.endpoint)
+        return cls(Contract(**contract), client, **how)
+
+    def score(self, rows: list[ScoreRow]) -> "Future[list[Score]]":
+        scores: Future[list[Score]] = Future()
+        asked = self._client.infer(critic_rows(rows))
+        asked.add_done_callback(lambda answered: _hand_over(answered, scores))
+        return scores
+
+    def stop(self) -> None:
+        """The run is complete: the reward job may end."""
+        self._closed.set()
+        self._client.stop()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._client.close()
+
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(KEEP_ALIVE):
+            with contextlib.suppress(RequestFailed):  # the next request tells
+                self._client.status()
+
+
+def critic_rows(rows: list[ScoreRow]) -> CriticRows:
+    """Prompt and response in one row each, right-padded; no values are wanted."""
+    lengths = torch.tensor([len(r.prompt_ids) + len(r.response_ids) for r in rows])
+    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for b, row in enumerate(rows):
+        tokens[b, : lengths[b]] = torch.tensor(row.prompt_ids + row.response_ids)
+    return CriticRows(
+        tokens=tokens,
+        lengths=lengths,
+        prompt_lengths=torch.tensor([len(r.prompt_ids) for r in rows]),
+        sample_ids=torch.tensor([r.sample_id for r in rows]),
+        truncated=torch.tensor([not r.ended for r in rows]),
+        fields=[wire_fields(r.fields) for r in rows],
+        values=False,
+    )
+
+
+def _hand_over(answered: "Future[CriticAnswer]", scores: "Future[list[Score]]") -> None:
+    error = answered.exception()
+    if error is not None:
+        scores.set_exception(error)
+    elif answered.result().scores is None:
+        scores.set_exception(RequestFailed("the reward job answered without scores"))
+    else:
+        scores.set_result(answered.result().scores)
