@@ -2,8 +2,8 @@
 
     python launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic --actor-ranks 2 --actor parallel.pipeline=2
 
-Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both.
-The exit code is the actor's."""
+Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. --reward-ranks starts a
+reward job too (reward.place=server), with the overrides after --reward and --both. The exit code is the actor's."""
 
 import argparse
 import contextlib
@@ -29,7 +29,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--actor-ranks", type=int, default=1)
     parser.add_argument("--critic-ranks", type=int, default=1)
     parser.add_argument("--critic-log", type=Path, help="file for the critic job's output; default: this terminal")
-    for job in ("actor", "critic", "both"):
+    parser.add_argument("--reward-config", default="reward_model", help="configuration in conf/ of the reward job")
+    parser.add_argument("--reward-ranks", type=int, default=0, help="0: there is no reward job")
+    parser.add_argument("--reward-log", type=Path, help="file for the reward job's output; default: this terminal")
+    for job in ("actor", "critic", "reward", "both"):
         parser.add_argument(f"--{job}", nargs="*", default=[], metavar="OVERRIDE")
     return parser.parse_args(argv)
 
@@ -76,18 +79,17 @@ def kill(process: subprocess.Popen) -> None:
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    critic_output = None
-    if args.critic_log:
-        args.critic_log.parent.mkdir(parents=True, exist_ok=True)
-        critic_output = args.critic_log.open("w")
     jobs = []
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         both = training_share(len(os.sched_getaffinity(0)), args.actor_ranks + args.critic_ranks) + args.both
         critic_command = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, both + args.critic)
-        critic = start(critic_command, critic_output)
+        critic = start(critic_command, opened(args.critic_log))
         jobs.append(critic)
+        if args.reward_ranks:  # if it fails, the actor ends with what it was told
+            reward = command("serve_reward_model.py", args.reward_ranks, args.reward_config, both + args.reward)
+            jobs.append(start(reward, opened(args.reward_log)))
         actor = start(command("train_ppo_actor.py", args.actor_ranks, args.actor_config, both + args.actor), None)
         jobs.append(actor)
         return watch(actor, critic, args.critic_log)
@@ -101,6 +103,13 @@ def main() -> int:
             if job.poll() is None:
                 job.terminate()
             stop(job)
+
+
+def opened(log: Path | None):
+    if log is None:
+        return None
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("w")
 
 
 def interrupted(jobs: list[subprocess.Popen]) -> int:

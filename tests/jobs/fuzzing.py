@@ -10,7 +10,7 @@ import numpy as np
 
 from aligner.serving import protocol
 from aligner.serving.kserve import DATATYPES, HEADER_LENGTH, Connection, request_body, response_arrays
-from aligner.serving.parts import split
+from aligner.serving.parts import digest_of, split
 from aligner.serving.protocol import CONTROL, INFER, TRAIN, Endpoint, Field
 from tests.jobs.serving_job import CONTRACT, MAX_LENGTH, VOCAB, make_batch, make_rows
 
@@ -86,16 +86,13 @@ def _other_arrays(rng: np.random.Generator, endpoint: Endpoint, arrays: dict[str
         "missing": lambda: {k: v for k, v in arrays.items() if k != name},
         "unknown": lambda: {**arrays, "surprise": array},
         "dtype": lambda: {**arrays, name: _other_dtype(rng, array)},
-        "rank": lambda: {**arrays, name: array[..., None] if rng.random() < 0.5 else array[0]},
+        "rank": lambda: {**arrays, name: array[0] if array.ndim > 1 and rng.random() < 0.5 else array[..., None]},
         "rows": lambda: {**arrays, name: np.concatenate([array, array])},
         "empty": lambda: {**arrays, name: array[:0]},
         "no columns": lambda: {**arrays, name: array[..., :0]},
     }
     spoil = _pick(rng, spoils)
-    spoilt = spoils[spoil]()
-    if spoil == "rank" and not spoilt[name].ndim:
-        spoil, spoilt = "empty", {**arrays, name: array[:0]}
-    return _request(f"{spoil} {name}", endpoint, spoilt)
+    return _request(f"{spoil} {name}", endpoint, spoils[spoil]())
 
 
 def _other_dtype(rng: np.random.Generator, array: np.ndarray) -> np.ndarray:
@@ -170,12 +167,17 @@ def _train_values(rng: np.random.Generator) -> Hostile:
         "parts": lambda: put("parts", 0, _pick(rng, (-(2**31), -1, 0, 2**31 - 1))),
         "run_id": lambda: {**good, "run_id": _pick(rng, (protocol.text_array("r2"), np.array([b"\xff"], object)))},
         "digest": lambda: {**good, "digest": protocol.text_array("0" * 64)},
-        # whatever is wrong with them, the digest was made before
-        "nan": lambda: put("returns", _masked(good), _pick(rng, (np.nan, np.inf, -np.inf))),
-        "lengths": lambda: put("lengths", 0, _pick(rng, (*INTS, 0, 65))),
+        "nan": lambda: _signed(put("returns", _masked(good), _pick(rng, (np.nan, np.inf, -np.inf)))),
+        "lengths": lambda: _signed(put("lengths", 0, _pick(rng, (*INTS, 0, 65)))),
+        "tokens": lambda: _signed(put("tokens", (1, 1), _pick(rng, (*INTS, VOCAB)))),
     }
     spoil = _pick(rng, spoils)
     return _request(f"value of {spoil}", TRAIN, spoils[spoil]())
+
+
+def _signed(request: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With the digest of what it holds, so that nothing but the values is wrong."""
+    return {**request, "digest": protocol.text_array(digest_of(request))}
 
 
 def _masked(request: dict[str, np.ndarray]) -> tuple[int, int]:
