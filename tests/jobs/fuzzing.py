@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import numpy as np
 
 from aligner.serving import protocol
-from aligner.serving.kserve import DATATYPES, HEADER_LENGTH, Connection, request_body, response_arrays
+from aligner.serving.kserve import DATATYPES, HEADER_LENGTH, Connection, request_body, response_arrays, short_reason
 from aligner.serving.parts import digest_of, split
 from aligner.serving.protocol import CONTROL, INFER, TRAIN, Endpoint, Field
 from tests.jobs.serving_job import CONTRACT, MAX_LENGTH, VOCAB, make_batch, make_rows
@@ -34,7 +34,7 @@ def refusal(server: Connection, request: Hostile) -> Optional[str]:
     except OSError as error:  # Triton closes the connection on what is not HTTP
         return f"closed: {error}"
     if status != 200:
-        return f"HTTP status {status}: {body[:200]!r}"
+        return f"HTTP status {status}: {short_reason(body)}"  # as a client tells it: Triton's own have tracebacks
     endpoint = next(e for e in protocol.ENDPOINTS if f"/{e.name}/" in request.path)
     answer = response_arrays(endpoint, body, int(headers[HEADER_LENGTH.lower()]))
     texts = [bytes(x).decode() for x in answer["error"].ravel()]
