@@ -2,19 +2,61 @@
 
 Drawn from a seeded generator, so a failure can be repeated. Arrays are spoilt past the client's checks; raw requests also lie to Triton."""
 
+import collections
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 
 from aligner.serving import protocol
+from aligner.serving.client import RemoteCritic
+from aligner.serving.endpoint import read_endpoint
 from aligner.serving.kserve import DATATYPES, HEADER_LENGTH, Connection, request_body, response_arrays, short_reason
 from aligner.serving.parts import digest_of, split
 from aligner.serving.protocol import CONTROL, INFER, TRAIN, Endpoint, Field
-from tests.jobs.serving_job import CONTRACT, MAX_LENGTH, VOCAB, make_batch, make_rows
+from tests.jobs.serving_job import CONTRACT, MAX_LENGTH, VOCAB, Job, check_answer, make_batch, make_rows
 
 INTS = (-(2**31), -1, 2**31 - 1)
+
+
+THREADS = 8
+EVERY = 20  # one request in so many is a good one
+
+
+def fuzz(job: Job, count: int, *, seed: int) -> collections.Counter:
+    """Send `count` requests to a job at step 0, from several threads at once: hostile ones must be refused, good ones be answered by
+    what the backend computes (a formula, half of it on each rank), and nothing must have been trained. Returns how many of each kind."""
+    client, info = job.client(trains=True), read_endpoint(job.endpoint_file)
+
+    def one(number: int) -> str:
+        if number % EVERY == 0:
+            rows = make_rows(number, rows=1 + number % 7, length=10 + number % 90)
+            check_answer(rows, client.infer(rows).result(60))
+            return "good"
+        request = hostile(np.random.default_rng((seed, number)))
+        said = refusal(Connection(info.host, info.port, timeout=60), request)
+        assert said, f"seed {seed}, request {number}: {request.name} was served"
+        assert "Traceback" not in said, f"seed {seed}, request {number}: {request.name}: {said}"
+        return request.name
+
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            names = collections.Counter(pool.map(one, range(count)))
+        _check_in_step(client)
+    finally:
+        client.close()
+    assert [p.poll() for p in job.ranks] == [None, None]
+    return names
+
+
+def _check_in_step(client: RemoteCritic) -> None:
+    assert client.status()["step"] == 0 and client.status()["weights_undefined"] is None
+    for seed in range(10):
+        check_answer(make_rows(seed, rows=5), client.infer(make_rows(seed, rows=5)).result(60))
+    assert client.train(1, make_batch(2)).result(60)["loss"] == 3.0
+    client.restore(0, None)
 
 
 class Hostile(NamedTuple):

@@ -25,6 +25,7 @@ from aligner.serving.client import RemoteCritic
 from aligner.serving.endpoint import read_endpoint
 from aligner.serving.kserve import Connection
 from aligner.serving.protocol import INFER, TRAIN, ProtocolError, RequestFailed
+from tests.jobs.fuzzing import fuzz, oversized, refusal
 from tests.jobs.serving_job import (
     CONTRACT,
     RAISE_ON_ALL,
@@ -166,6 +167,20 @@ def test_too_many_rows(served, critic):
         critic.infer(make_rows(1, rows=65))
     with pytest.raises(RequestFailed):
         raw_infer(served, protocol.encode_rows(make_rows(1, rows=65)))
+    check_answer(make_rows(10), critic.infer(make_rows(10)).result(60))
+
+
+def test_hostile_requests(served, fresh):
+    """Each is refused in a sentence and changes nothing, while good ones are answered. More of them: test_fuzz.py."""
+    assert len(fuzz(served, 400, seed=1)) > 60
+
+
+def test_oversized_requests(served, critic):
+    """More than 32 MB are refused by our check, more than 64 MB by Triton's."""
+    info = read_endpoint(served.endpoint_file)
+    for rows, sentence in ((33, "exceeds the limit of 32000000"), (64, "")):
+        said = refusal(Connection(info.host, info.port, timeout=120), oversized(rows))
+        assert said is not None and sentence in said
     check_answer(make_rows(10), critic.infer(make_rows(10)).result(60))
 
 
