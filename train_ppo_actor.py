@@ -39,9 +39,8 @@ def main() -> int:
     trainer = assemble.build_trainer(config, job, **parts, samples=samples, resumed=resumed)
     state = trainer.fit(resume_from=resumed, should_stop=lambda: stop.stopping)
     assemble.finish(job, trainer, [critic, reward], complete=state.step >= config.run.max_steps)
-    for part in (critic, reward, engine):
-        if part is not None:
-            part.close()
+    for part in filter(None, (critic, reward, engine)):
+        part.close()
     shutdown()
     return stop.exit_code
 
@@ -68,13 +67,10 @@ def build_engine(config, job):
 def connect_reward(config, job):
     """The reward job, or None where another job scores."""
     from aligner.algorithms.critic_job import reward_contract
-    from aligner.config.groups import RewardPlace
-    from aligner.serving.remote_reward import RemoteReward
+    from aligner.serving.remote_reward import connect
 
-    if config.reward.place is not RewardPlace.server:
-        return None
-    file, alive = job.folder.endpoints / "reward.json", job.topology.is_reporter
-    return RemoteReward.of(config, reward_contract(config, job), endpoint_file=file, keeps_alive=alive, say=log.info)
+    how = {"keeps_alive": job.topology.is_reporter, "say": log.info}
+    return connect(config, reward_contract(config, job), job.folder.endpoints / "reward.json", **how)
 
 
 def connect_critic(config, job):
@@ -84,7 +80,7 @@ def connect_critic(config, job):
     from aligner.config.jobs import CriticConfig
     from aligner.config.load import load
     from aligner.serving.client import RemoteCritic
-    from aligner.serving.hello import Contract, problems
+    from aligner.serving.hello import Contract
     from aligner.serving.local import LocalCritic
 
     if config.critic.place is CriticPlace.none:
@@ -96,10 +92,8 @@ def connect_critic(config, job):
                 f"critic.place=local needs one rank, there are {ranks}: start a critic job (critic.place=remote)"
             )
         overrides = [*config.critic.local_overrides, f"run.name={config.run.name}"]
-        critic = LocalCritic(build_critic_job(load(CriticConfig, overrides, config.critic.local_config), job))
-        if unfit := problems(contract, Contract.of(critic.status())):
-            raise UserError(f"critic.local_config and critic.local_overrides do not fit: {'; '.join(unfit)}")
-        return critic
+        backend = build_critic_job(load(CriticConfig, overrides, config.critic.local_config), job)
+        return LocalCritic.fitting(contract, backend)
     file = job.folder.endpoints / "critic.json"
     return RemoteCritic(contract, config.critic, endpoint_file=file, trains=job.topology.is_reporter, say=log.info)
 

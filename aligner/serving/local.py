@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows
+from aligner.runtime.errors import UserError
 from aligner.serving import protocol
 from aligner.serving.backend import CriticBackend, Refused
+from aligner.serving.hello import Contract, problems
 from aligner.serving.inference import SCORING_DEADLINE, check_finite, scores_of
 from aligner.serving.parts import TrainLedger, check_batch, digest_of, encode_batch
 from aligner.serving.protocol import ProtocolError
@@ -22,6 +24,14 @@ class LocalCritic:
         self._backend, self._scoring_deadline = backend, scoring_deadline
         status = backend.status()
         self._ledger = TrainLedger(step=status["step"], run_id=status["run_id"])
+
+    @classmethod
+    def fitting(cls, contract: Contract, backend: CriticBackend) -> "LocalCritic":
+        """Raises UserError where the backend's configuration does not fit the actor's contract."""
+        critic = cls(backend)
+        if unfit := problems(contract, Contract.of(critic.status())):
+            raise UserError(f"critic.local_config and critic.local_overrides do not fit: {'; '.join(unfit)}")
+        return critic
 
     def infer(self, rows: CriticRows) -> "Future[CriticAnswer]":
         return _done(lambda: self._infer(rows))

@@ -6,11 +6,11 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Optional
 
 import torch
 
-from aligner.config.groups import CriticClientConfig
+from aligner.config.groups import CriticClientConfig, RewardPlace
 from aligner.config.jobs import ActorConfig
 from aligner.data.batch import CriticAnswer, CriticRows, Score, ScoreRow
 from aligner.data.tasks import wire_fields
@@ -44,12 +44,6 @@ class RemoteReward:
         if keeps_alive:
             threading.Thread(target=self._keep_alive, name="reward keepalive", daemon=True).start()
 
-    @classmethod
-    def of(cls, config: ActorConfig, contract: Mapping[str, Any], **how: Any) -> "RemoteReward":
-        """From the actor's settings. how: the keyword arguments above."""
-        client = replace(config.critic, endpoint=config.reward.endpoint)
-        return cls(Contract(**contract), client, **how)
-
     def score(self, rows: list[ScoreRow]) -> "Future[list[Score]]":
         scores: Future[list[Score]] = Future()
         asked = self._client.infer(critic_rows(rows))
@@ -69,6 +63,14 @@ class RemoteReward:
         while not self._closed.wait(KEEP_ALIVE):
             with contextlib.suppress(RequestFailed):  # the next request tells
                 self._client.status()
+
+
+def connect(config: ActorConfig, contract: Mapping[str, Any], file: Path, **how: Any) -> Optional[RemoteReward]:
+    """The reward job of the actor's settings, whose endpoint file is `file`; None where another job scores. how: keeps_alive, say."""
+    if config.reward.place is not RewardPlace.server:
+        return None
+    client = replace(config.critic, endpoint=config.reward.endpoint)
+    return RemoteReward(Contract(**contract), client, endpoint_file=file, **how)
 
 
 def critic_rows(rows: list[ScoreRow]) -> CriticRows:
