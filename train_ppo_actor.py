@@ -29,12 +29,9 @@ def main() -> int:
     reward = assemble.own_reward(config, job) or on_all(lambda: connect_reward(config, job), job.topology)
     # A critic whose address is given answers at once or never; another may start while the policy is built.
     critic = on_all(lambda: connect_critic(config, job), job.topology) if config.critic.endpoint else None
-    policy = assemble.build_policy(config, job.topology)
-    engine = build_engine(config, job)
+    policy, engine = assemble.build_policy(config, job.topology), build_engine(config, job)
     critic = critic or on_all(lambda: connect_critic(config, job), job.topology)
-    job.record(
-        dtype=str(policy.model.dtype), critic=critic and critic.address, engine_bytes=engine.nbytes, **samples.counts()
-    )
+    job.record(**assemble.facts(policy, engine, critic, samples))
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": reward}
     trainer = assemble.build_trainer(config, job, **parts, samples=samples, resumed=resumed)
     state = trainer.fit(resume_from=resumed, should_stop=lambda: stop.stopping)

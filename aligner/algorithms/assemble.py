@@ -212,6 +212,17 @@ def thread_setter(config: ActorConfig) -> Callable[[str], None]:
     return lambda phase: set_threads(own.get(phase, 0) or general)
 
 
+def facts(policy: Policy, engine: RolloutEngine, critic: Optional[Critic], samples: Samples) -> dict[str, Any]:
+    """What the run's record tells of the actor's parts."""
+    address = critic and critic.address
+    return {
+        "dtype": str(policy.model.dtype),
+        "critic": address,
+        "engine_bytes": engine.nbytes,
+        **samples.counts(),
+    }
+
+
 def build_policy(config: ActorConfig, topology: Topology) -> Policy:
     return Policy(
         config.model,
