@@ -1,20 +1,20 @@
 """PPO (Schulman et al. 2017) with a served critic: a step reads top to bottom."""
 
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Callable, Iterator, Optional
+from typing import Callable, Iterator, Optional
 
 import torch
 
 from aligner.algorithms.agreement import on_all
-from aligner.algorithms.critic_trust import CriticTrust
 from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.records import DriftAlarm, part_means, sample_rows
 from aligner.algorithms.schedule import mini_batches
+from aligner.algorithms.trainer_state import TrainerState
 from aligner.algorithms.updates import train_in_turn
 from aligner.algorithms.validation import Validator
 from aligner.config.jobs import ActorConfig
@@ -24,35 +24,12 @@ from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.policy import Policy, PolicyMiniBatch
 from aligner.ops.kl import AdaptiveKL
-from aligner.ops.reward_scaling import RunningMoments
 from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
 from aligner.runtime import faults
 from aligner.runtime.errors import AgreedError
 from aligner.runtime.recorder import Recorder
-
-
-@dataclass
-class TrainerState:
-    """Everything of the loop that a resumed run needs beside weights and optimizer."""
-
-    step: int = 0
-    prompts_consumed: int = 0
-    weight_version: int = 0
-    kl_coefficient: float = 0.0
-    scores: RunningMoments = field(default_factory=RunningMoments)  # for ppo.reward_scale=running
-    trust: CriticTrust = field(default_factory=CriticTrust)
-
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> "TrainerState":
-        """From the plain values of a checkpoint."""
-        parts = {
-            name: kind(**saved[name])
-            for name, kind in (("scores", RunningMoments), ("trust", CriticTrust))
-            if name in saved
-        }
-        return cls(**{**saved, **parts})
 
 
 class PPOTrainer:

@@ -17,7 +17,7 @@ from aligner.config.groups import (
     Truncation,
 )
 from aligner.config.jobs import ActorConfig
-from aligner.config.validate_reward import reward_problems, served_problems
+from aligner.config.validate_scoring import budget_problems, critic_trust_problems, reward_problems, served_problems
 
 POSITIVE = [
     "run.max_steps",
@@ -118,7 +118,7 @@ def problems(config: Any) -> list[str]:
     found = list(_ranges(config))
     found += _optim(config.optim) if hasattr(config, "optim") else []
     found += degree_problems(config.parallel)
-    found += _budget(config)
+    found += budget_problems(config)
     found += reward_problems(config.reward)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
@@ -158,16 +158,6 @@ def _run(run: Any) -> Iterator[str]:
         yield f"run.name is {len(os.fsencode(run.name))} bytes long, and a folder's name has {LONGEST_NAME} at most"
     if "\0" in run.dir:
         yield f"run.dir={run.dir!r} is no path"
-
-
-def _budget(config: Any) -> Iterator[str]:
-    for group in ("ppo", "critic", "reward"):
-        tokens = getattr(getattr(config, group, None), "micro_batch_tokens", None)
-        if tokens is not None and config.parallel.virtual_pipeline is not None:
-            yield (
-                f"{group}.micro_batch_tokens={tokens} does not go with parallel.virtual_pipeline="
-                f"{config.parallel.virtual_pipeline}, whose micro-batches have one shape: leave one out"
-            )
 
 
 def degree_problems(parallel: ParallelConfig) -> list[str]:
@@ -255,30 +245,11 @@ def _algorithm(config: ActorConfig) -> Iterator[str]:
             f"ppo.truncation=bootstrap needs a critic and ppo.advantage=gae (critic.place={place.name}, "
             f"ppo.advantage={ppo.advantage.name}): set ppo.truncation to mask, penalise or ignore"
         )
-    yield from _critic_trust(config)
+    yield from critic_trust_problems(config)
     if ppo.kl_target is not None and ppo.kl_coefficient == 0:
         yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coefficient by factors: it must start above 0"
     if ppo.reward_scale is RewardScale.group and ppo.samples_per_prompt == 1:
         yield "ppo.reward_scale=group needs ppo.samples_per_prompt > 1: a score alone is its own mean"
-
-
-def _critic_trust(config: ActorConfig) -> Iterator[str]:
-    """Warm-up and fall-back."""
-    ppo, steps = config.ppo, config.run.max_steps
-    for name in ("critic_warmup_steps", "critic_warmup_max_steps", "critic_fallback_steps"):
-        if getattr(ppo, name) and config.critic.place is CriticPlace.none:
-            yield f"ppo.{name}={getattr(ppo, name)} needs a critic, and critic.place is none"
-    for name in ("critic_warmup_max_steps", "critic_fallback_steps"):
-        if getattr(ppo, name) and ppo.advantage is not Advantage.gae:
-            yield f"ppo.{name}={getattr(ppo, name)} needs ppo.advantage=gae, whose explained variance decides"
-    for name in ("critic_warmup_steps", "critic_warmup_max_steps"):
-        if (getattr(ppo, name) or 0) >= steps > 0:
-            yield f"ppo.{name}={getattr(ppo, name)} leaves no step of run.max_steps={steps} for the policy"
-    if ppo.critic_warmup_max_steps is not None and ppo.critic_warmup_max_steps < ppo.critic_warmup_steps:
-        yield (
-            f"ppo.critic_warmup_max_steps={ppo.critic_warmup_max_steps} is less than "
-            f"ppo.critic_warmup_steps={ppo.critic_warmup_steps}: raise it, or leave it out"
-        )
 
 
 def _refit(config: ActorConfig) -> Iterator[str]:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from aligner.algorithms.critic_trust import CriticTrust
-from aligner.algorithms.ppo import TrainerState
+from aligner.algorithms.trainer_state import TrainerState
 from aligner.config.groups import PPOConfig
 from aligner.ops.reward_scaling import RunningMoments
 

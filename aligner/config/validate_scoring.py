@@ -1,11 +1,11 @@
-"""Checks of the reward's settings, and of those jobs that serve (critic, reward). Each names the keys and what to change."""
+"""Checks of what scores: rewards, the critic's part in training, and the jobs that serve. Each names the keys and what to change."""
 
 from pathlib import Path
 from typing import Any, Iterator
 from urllib.parse import urlsplit
 
-from aligner.config.groups import RewardKind, RewardPlace
-from aligner.config.jobs import CriticConfig, RewardServerConfig
+from aligner.config.groups import Advantage, CriticPlace, RewardKind, RewardPlace
+from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
 
 
 def reward_problems(reward: Any) -> Iterator[str]:
@@ -55,3 +55,32 @@ def served_problems(config: CriticConfig | RewardServerConfig) -> Iterator[str]:
         yield "reward.kind=model with reward.place=actor: the critic job would load a reward model that nobody asks"
     if isinstance(config, RewardServerConfig) and reward.place is not RewardPlace.server:
         yield f"reward.place={reward.place.name}: a reward job is asked where it is server; set reward.place=server in all jobs"
+
+
+def critic_trust_problems(config: ActorConfig) -> Iterator[str]:
+    """Warm-up and fall-back."""
+    ppo, steps = config.ppo, config.run.max_steps
+    for name in ("critic_warmup_steps", "critic_warmup_max_steps", "critic_fallback_steps"):
+        if getattr(ppo, name) and config.critic.place is CriticPlace.none:
+            yield f"ppo.{name}={getattr(ppo, name)} needs a critic, and critic.place is none"
+    for name in ("critic_warmup_max_steps", "critic_fallback_steps"):
+        if getattr(ppo, name) and ppo.advantage is not Advantage.gae:
+            yield f"ppo.{name}={getattr(ppo, name)} needs ppo.advantage=gae, whose explained variance decides"
+    for name in ("critic_warmup_steps", "critic_warmup_max_steps"):
+        if (getattr(ppo, name) or 0) >= steps > 0:
+            yield f"ppo.{name}={getattr(ppo, name)} leaves no step of run.max_steps={steps} for the policy"
+    if ppo.critic_warmup_max_steps is not None and ppo.critic_warmup_max_steps < ppo.critic_warmup_steps:
+        yield (
+            f"ppo.critic_warmup_max_steps={ppo.critic_warmup_max_steps} is less than "
+            f"ppo.critic_warmup_steps={ppo.critic_warmup_steps}: raise it, or leave it out"
+        )
+
+
+def budget_problems(config: Any) -> Iterator[str]:
+    for group in ("ppo", "critic", "reward"):
+        tokens = getattr(getattr(config, group, None), "micro_batch_tokens", None)
+        if tokens is not None and config.parallel.virtual_pipeline is not None:
+            yield (
+                f"{group}.micro_batch_tokens={tokens} does not go with parallel.virtual_pipeline="
+                f"{config.parallel.virtual_pipeline}, whose micro-batches have one shape: leave one out"
+            )
