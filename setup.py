@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["aligner", "aligner.*"]),
-    package_data={"aligner": ["rollout/*.c"]},  # compiled on the machine that runs it
+    package_data={"aligner": ["rollout/kernels/*.[ch]"]},  # compiled on the machine that runs it
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

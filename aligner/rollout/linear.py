@@ -1,6 +1,6 @@
 """Linear layers of the inference model, with the kernels that are fastest on this machine.
 
-A decode step multiplies few rows with every weight. On a CPU the kernels of native.c read each weight once and are made for that;
+A decode step multiplies few rows with every weight. On a CPU the kernels of kernels/ read each weight once and are made for that;
 oneDNN's are next, on plain weights, so that a refit stays a copy; F.linear works everywhere. Which it is, is timed at build with the
 largest weight of a layer. Both others may be absent (no C compiler; oneDNN's operator is private to torch), so each is probed."""
 
@@ -17,7 +17,7 @@ from aligner.rollout import native
 
 SMALL_WEIGHT = 2**18  # elements; below, call overhead hides any gain, and one fixed kernel keeps results reproducible
 MOST_ROWS = 128  # timed; larger batches meet the weights in parts of this size
-NATIVE_MARGIN = 1.3  # native.c may take this much longer in the timing: it also attends and samples faster than torch
+NATIVE_MARGIN = 1.3  # they may take this much longer in the timing: it also attends and samples faster than torch
 MARGIN = 0.9  # oneDNN must take less than this share of the time, so that noise does not decide
 
 

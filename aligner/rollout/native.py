@@ -1,4 +1,4 @@
-"""native.c: compiled once for this machine, and the calls into it. Where there is no C compiler the engine uses torch's kernels."""
+"""kernels/native.c: compiled once for this machine, and the calls into it. Where there is no C compiler the engine uses torch's kernels."""
 
 import ctypes
 import functools
@@ -18,11 +18,12 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("native.c")
+KERNELS = Path(__file__).with_name("kernels")
+SOURCE = KERNELS / "native.c"
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 COMPILE_DEADLINE = 120  # seconds
-PANEL_TOKENS = 8 * 2 * 16  # GROUP * WIDTH of native.c, at most
-SAMPLING_BLOCK = 256  # BLOCK of native.c
+PANEL_TOKENS = 8 * 2 * 16  # GROUP * WIDTH of kernels/linear.h, at most
+SAMPLING_BLOCK = 256  # BLOCK of kernels/sampling.h
 
 
 class CLinear(Structure):
@@ -78,9 +79,10 @@ def _compiled() -> Path:
     """native.c as a shared library in the user's cache, under a name that says source, compiler and processor."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise RuntimeError("there is no C compiler (gcc) to build aligner/rollout/native.c with")
+        raise RuntimeError("there is no C compiler (gcc) to build aligner/rollout/kernels with")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_DEADLINE).stdout
-    key = hashlib.sha256(b"\n".join([SOURCE.read_bytes(), version, *map(str.encode, FLAGS), _processor()]))
+    sources = [path.read_bytes() for path in sorted(KERNELS.iterdir())]
+    key = hashlib.sha256(b"\n".join([*sources, version, *map(str.encode, FLAGS), _processor()]))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aligner"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,11 +116,21 @@ def linear(x: Tensor, weight: Tensor, panel: Tensor) -> Tensor:
     return y
 
 
-def sample(logits: Tensor, *, uniforms: np.ndarray, temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """sampling.sample without truncation: tokens [n] int64 and log-probs [n] float32 of logits [n, V] float32, which stay."""
-    n, vocab = logits.shape
-    tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)
-    blocks = np.empty((n, -(-vocab // SAMPLING_BLOCK)))
-    arrays = (np.ascontiguousarray(uniforms), np.ascontiguousarray(temperature), tokens, logprobs, blocks)
-    library().sample(pointer(logits), n, vocab, *(array.ctypes.data for array in arrays))
-    return tokens, logprobs
+class Sampler:
+    """sampling.sample without truncation. Its arrays are made once: looking up an array's address takes longer than a short kernel."""
+
+    def __init__(self, rows: int, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.uniforms, self.temperature, self.logprobs = (np.zeros(rows, np.float32) for _ in range(3))
+        self.tokens, self.blocks = np.zeros(rows, np.int64), np.zeros((rows, -(-vocab_size // SAMPLING_BLOCK)))
+        used = (self.uniforms, self.temperature, self.tokens, self.logprobs, self.blocks)
+        self.addresses = [array.ctypes.data for array in used]
+
+    def __call__(
+        self, logits: Tensor, *, uniforms: np.ndarray, temperature: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """tokens [n] int64 and log-probs [n] float32 of logits [n, V] float32, which stay; overwritten by the next call."""
+        n = len(uniforms)
+        self.uniforms[:n], self.temperature[:n] = uniforms, temperature
+        library().sample(logits.data_ptr(), n, self.vocab_size, *self.addresses)
+        return self.tokens[:n], self.logprobs[:n]

@@ -1,4 +1,4 @@
-"""The forward pass of the torch engine by the compiled kernels of native.c: the same calls as transformer.Transformer, on a CPU."""
+"""The forward pass of the torch engine by the compiled kernels of kernels/: the same calls as transformer.Transformer, on a CPU."""
 
 import math
 import os
@@ -49,6 +49,9 @@ class NativeTransformer:
             device=torch.device("cpu"),
         )
         self.at = np.arange(self.rows)
+        self.sample = native.Sampler(self.rows, shape.vocab_size)
+        self.given = np.zeros((4, capacity), np.int64)  # tokens, rows, positions, wanted
+        self.addresses = [row.ctypes.data for row in self.given]
         self.bind()
 
     def bind(self) -> None:
@@ -107,10 +110,10 @@ class NativeTransformer:
         return logits if final else None
 
     def _forward(self, tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray, wanted: np.ndarray) -> Tensor:
-        assert len(tokens) <= self.model.capacity and len(wanted) <= self.rows
-        arrays = [np.ascontiguousarray(array, np.int64) for array in (tokens, rows, positions, wanted)]
-        tokens, rows, positions, wanted = (array.ctypes.data for array in arrays)
-        native.library().forward(
-            byref(self.model), tokens, rows, positions, len(arrays[0]), wanted, len(arrays[3]), self.logits.data_ptr()
-        )
-        return self.logits[: len(arrays[3])]
+        n, count = len(tokens), len(wanted)
+        assert n <= self.given.shape[1] and count <= self.rows
+        for kept, array in zip(self.given, (tokens, rows, positions, wanted)):
+            kept[: len(array)] = array
+        at = self.addresses
+        native.library().forward(byref(self.model), at[0], at[1], at[2], n, at[3], count, self.logits.data_ptr())
+        return self.logits[:count]

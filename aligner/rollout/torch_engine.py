@@ -14,7 +14,6 @@ from aligner.config.groups import Certify
 from aligner.data.batch import Completion, Request
 from aligner.data.interfaces import RefitCertificate, WeightUpdate
 from aligner.models.model_config import ModelShape
-from aligner.rollout import native
 from aligner.rollout.cache import KVCache, round_up
 from aligner.rollout.engine import BuildLimits, WeightState
 from aligner.rollout.linear import Kernel, choose_kernel
@@ -140,8 +139,12 @@ class TorchEngine:
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run these (and whatever else is in flight) until all of these have finished; in their order."""
         orders = self._submit(requests)
-        wanted = set(orders)
-        while sum(order in wanted for order, _ in self.finished) < len(orders):
+        wanted, missing, seen = set(orders), set(orders), 0
+        while True:
+            missing.difference_update(order for order, _ in self.finished[seen:])
+            seen = len(self.finished)
+            if not missing:
+                break
             self._step()
         mine = {order: completion for order, completion in self.finished if order in wanted}
         self.finished = [entry for entry in self.finished if entry[0] not in wanted]
@@ -234,7 +237,7 @@ class TorchEngine:
         slots = self.slots
         uniforms, temperature = slots.next_uniforms(rows), slots.temperature[rows]
         if self.kernel is Kernel.native and not slots.any_truncated:
-            return native.sample(logits, uniforms=uniforms, temperature=temperature)
+            return self.transformer.sample(logits, uniforms=uniforms, temperature=temperature)
         on_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
         truncation = None
         if slots.any_truncated:

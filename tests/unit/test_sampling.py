@@ -1,16 +1,34 @@
 """The sampler against a loop in numpy float64, and at the edges where rounding could choose an impossible token."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
+from aligner.rollout import native
+from aligner.rollout.philox import uniforms
 from aligner.rollout.sampling import sample
+from tests.unit.tiny_engine import KERNELS
+
+
+@pytest.fixture(autouse=True, params=[kernel.value for kernel in KERNELS])
+def implementation(request, monkeypatch):
+    """Every test with both: torch's kernels, and those compiled from kernels/."""
+    monkeypatch.setattr(sys.modules[__name__], "NATIVE", request.param == "native")
+
+
+NATIVE = False
 
 
 def draw(logits, uniforms, temperature=1.0, vocab_size=None, **keywords):
     logits, n = torch.as_tensor(logits, dtype=torch.float32).clone(), len(logits)
     temperature = torch.as_tensor(temperature, dtype=torch.float32).expand(n)
     u = torch.as_tensor(uniforms, dtype=torch.float32).expand(n)
+    if NATIVE:
+        logits = logits[:, : vocab_size or logits.size(1)].contiguous()
+        found = native.Sampler(n, logits.size(1))(logits, uniforms=u.numpy(), temperature=temperature.numpy())
+        return tuple(map(torch.from_numpy, found))
     return sample(logits, uniforms=u, temperature=temperature, vocab_size=vocab_size or logits.size(1), **keywords)
 
 
@@ -93,3 +111,32 @@ def test_a_row_with_nan_says_so_in_its_logprob_alone():
     logits[0, 3] = np.nan
     tokens, logprobs = draw(logits, [0.5, 0.5])
     assert torch.isnan(logprobs).tolist() == [True, False] and 0 <= int(tokens[0]) < 10
+
+
+@pytest.mark.parametrize("infinite", [np.inf, -np.inf])
+def test_infinite_logits_say_so_in_the_logprob(infinite):
+    """+inf: no distribution. -inf is an impossible id, unless every id is."""
+    logits = np.zeros((2, 300))
+    logits[0, 7] = infinite
+    logits[1] = infinite
+    tokens, logprobs = draw(logits, [0.5, 0.5])
+    assert torch.isfinite(logprobs).tolist() == [infinite < 0, False]
+    assert int(tokens[0]) != 7 or infinite > 0
+
+
+def test_a_million_draws_of_the_tail():
+    """512 ids, half of the mass on the first and a geometric tail down to 3e-8 behind sums near 1: every id, and the last hundred
+    together, comes as often as its probability says."""
+    vocab, draws, rows = 512, 1_000_000, 10_000
+    p = np.exp(-np.arange(vocab) / 45.0)
+    p[1:] *= 0.5 / p[1:].sum()
+    p[0] = 0.5
+    many, counts = torch.from_numpy(np.log(p)).float().expand(rows, -1), np.zeros(vocab, np.int64)
+    for start in range(0, draws, rows):
+        tokens, _ = draw(many, uniforms(1, np.arange(start, start + rows), 0, 0), any_greedy=False)
+        counts += np.bincount(tokens.numpy(), minlength=vocab)
+    seen = p * draws >= 5
+    z = (counts[seen] - draws * p[seen]) / np.sqrt(draws * p[seen] * (1 - p[seen]))
+    assert np.abs(z).max() < 4.5 and abs((z**2).sum() - seen.sum()) < 4 * np.sqrt(2 * seen.sum())
+    tail, expected = counts[-100:].sum(), draws * p[-100:].sum()
+    assert 20 < expected < 200 and abs(tail - expected) < 4 * np.sqrt(expected), (tail, expected)

@@ -168,25 +168,3 @@ def test_top_p_over_more_ids_than_are_sorted_first(spread):
         logits.clone(), uniforms=u, temperature=torch.ones(2), vocab_size=20_000, truncation=truncation
     )
     assert abs(float(p[tokens[1]].log()) - float(logprobs[1])) < 1e-4
-
-
-def test_a_million_draws_of_the_tail():
-    """512 ids, half of the mass on the first and a geometric tail down to 3e-8 behind sums near 1: every id, and the last hundred
-    together, comes as often as its probability says."""
-    vocab, draws, rows = 512, 1_000_000, 10_000
-    p = np.exp(-np.arange(vocab) / 45.0)
-    p[1:] *= 0.5 / p[1:].sum()
-    p[0] = 0.5
-    logits, counts = torch.from_numpy(np.log(p)).float(), np.zeros(vocab, np.int64)
-    for start in range(0, draws, rows):
-        u = torch.from_numpy(uniforms(1, np.arange(start, start + rows), 0, 0))
-        tokens, _ = sample(
-            logits.repeat(rows, 1), uniforms=u, temperature=torch.ones(rows), vocab_size=vocab, any_greedy=False
-        )
-        counts += np.bincount(tokens.numpy(), minlength=vocab)
-    deviation, freedom = chi_square_per_freedom(counts, p)
-    assert abs(deviation) < 4, (
-        f"chi-square is {deviation:.1f} standard deviations from its {freedom} degrees of freedom"
-    )
-    tail, expected = counts[-100:].sum(), draws * p[-100:].sum()
-    assert 20 < expected < 200 and abs(tail - expected) < 4 * np.sqrt(expected), (tail, expected)
