@@ -18,6 +18,22 @@ from aligner.rollout.weights import Layer, Weights
 PASS_TOKENS = 1024  # of a prefill: bounds the work space; the kernels are no faster with more
 
 
+def work_space(shape: ModelShape, *, rows: int, length: int) -> dict[str, int]:
+    """float32 elements of each buffer for activations; length: positions of the cache."""
+    tokens = max(PASS_TOKENS, rows)
+    attended, up = shape.num_attention_heads * shape.kv_channels, 2 * shape.ffn_hidden_size
+    return {
+        "x": tokens * shape.hidden_size,
+        "normed": tokens * shape.hidden_size,
+        "qkv": tokens * (attended + 2 * shape.num_query_groups * shape.kv_channels),
+        "attended": tokens * attended,
+        "up": tokens * up,
+        "panel": native.PANEL_TOKENS * max(shape.hidden_size, attended, up),
+        "scores": max(os.cpu_count() or 1, torch.get_num_threads()) * length,  # threads may be set later
+        "logits": rows * shape.vocab_size,
+    }
+
+
 class NativeTransformer:
     """Next-token logits over a Weights and a KVCache, both on the CPU, in float32 or bfloat16; activations are float32."""
 
@@ -26,20 +42,9 @@ class NativeTransformer:
     def __init__(self, shape: ModelShape, weights: Weights, cache: KVCache):
         self.shape, self.weights, self.cache = shape, weights, cache
         self.rows = cache.tensor.size(2)
-        capacity = max(PASS_TOKENS, self.rows)
-        qkv = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.kv_channels
-        widest = max(shape.hidden_size, shape.num_attention_heads * shape.kv_channels, shape.ffn_hidden_size)
-        sizes = {
-            "x": capacity * shape.hidden_size,
-            "normed": capacity * shape.hidden_size,
-            "qkv": capacity * qkv,
-            "attended": capacity * shape.num_attention_heads * shape.kv_channels,
-            "up": capacity * 2 * shape.ffn_hidden_size,
-            "panel": native.PANEL_TOKENS * widest,
-            "scores": max(os.cpu_count() or 1, torch.get_num_threads()) * cache.length,
-        }
+        sizes = work_space(shape, rows=self.rows, length=cache.length)
         self.space = {name: torch.zeros(size) for name, size in sizes.items()}
-        self.logits = torch.zeros(self.rows, shape.vocab_size)
+        self.logits = self.space.pop("logits").view(self.rows, shape.vocab_size)
         self.cos, self.sin = rope_tables(
             cache.length,
             shape.kv_channels,
@@ -50,7 +55,7 @@ class NativeTransformer:
         )
         self.at = np.arange(self.rows)
         self.sample = native.Sampler(self.rows, shape.vocab_size)
-        self.given = np.zeros((4, capacity), np.int64)  # tokens, rows, positions, wanted
+        self.given = np.zeros((4, max(PASS_TOKENS, self.rows)), np.int64)  # tokens, rows, positions, wanted
         self.addresses = [row.ctypes.data for row in self.given]
         self.bind()
 

@@ -57,7 +57,6 @@ class Slots:
         """What any active row asks for, found once and not at every token."""
         active = slice(0, self.active)
         self.any_greedy = bool((self.temperature[active] == 0).any())
-        self.all_plain = bool((self.temperature[active] == 1).all())
         self.any_truncated = bool(
             ((self.top_k[active] > 0) | (self.top_p[active] < 1) | (self.min_p[active] > 0)).any()
         )

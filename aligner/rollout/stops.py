@@ -23,7 +23,8 @@ class StopStrings:
 
     def ends(self, row: int, token: int) -> bool:
         """Take the row's next token; True where it completes a stop string."""
-        text = self.tails[row] + self.token_bytes[token]
+        known = token < len(self.token_bytes)  # some models have more ids than their tokenizer
+        text = self.tails[row] + (self.token_bytes[token] if known else b"")
         longest = max(map(len, self.stops[row]))
         self.tails[row] = text[max(0, len(text) - longest + 1) :]
         return any(stop in text for stop in self.stops[row])

@@ -3,7 +3,6 @@
 import math
 import time
 from collections import deque
-from pathlib import Path
 from typing import Optional, Sequence
 
 import numpy as np
@@ -14,9 +13,10 @@ from aligner.config.groups import Certify
 from aligner.data.batch import Completion, Request
 from aligner.data.interfaces import RefitCertificate, WeightUpdate
 from aligner.models.model_config import ModelShape
-from aligner.rollout.cache import KVCache, round_up
+from aligner.rollout.cache import round_up
 from aligner.rollout.engine import BuildLimits, WeightState
 from aligner.rollout.linear import Kernel, choose_kernel
+from aligner.rollout.memory import check_memory, make_cache
 from aligner.rollout.native_transformer import NativeTransformer
 from aligner.rollout.prefill_plan import PrefillPlan
 from aligner.rollout.refit import checked, checksum
@@ -54,10 +54,10 @@ class TorchEngine:
         self.limits.check_context(shape.max_position_embeddings)
         self.device, self.dtype, self.certify = torch.device(device), dtype, certify
         length = round_up(max_input_len + max_output_len)
-        check_memory(shape, limits=self.limits, length=length, dtype=dtype, device=self.device)
         kernel = kernel or choose_kernel(
             shape, rows=max_batch_size, dtype=dtype, device=self.device, use_native=use_native
         )
+        check_memory(shape, limits=self.limits, length=length, dtype=dtype, device=self.device, kernel=kernel)
         self.weights = Weights(shape, dtype=dtype, device=self.device, kernel=kernel)
         self.cache = make_cache(shape, rows=max_batch_size, length=length, dtype=dtype, device=self.device)
         self.weight_nbytes, self.cache_nbytes = self.weights.nbytes, self.cache.nbytes
@@ -218,6 +218,7 @@ class TorchEngine:
                 self._sample(run.finished, logits[torch.from_numpy(run.repeats()).to(self.device)])
         self._harvest()
 
+    @torch.inference_mode()  # as the logits were made: they are overwritten
     def _sample(self, rows: slice, logits: Tensor) -> None:
         """One token for each of `rows` from logits [n, V], which are overwritten."""
         slots = self.slots
@@ -277,39 +278,3 @@ class TorchEngine:
         )
         self.state.block(reason)
         raise FloatingPointError(f"{reason}; the policy has diverged or the engine's dtype {self.dtype} overflows")
-
-
-def make_cache(shape: ModelShape, *, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    return KVCache(
-        layers=shape.num_layers,
-        rows=rows,
-        kv_heads=shape.num_query_groups,
-        length=length,
-        head_dim=shape.kv_channels,
-        dtype=dtype,
-        device=device,
-    )
-
-
-def check_memory(
-    shape: ModelShape, *, limits: BuildLimits, length: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """ValueError with the figures where weights and cache would not fit into the free memory of `device`."""
-    meta = torch.device("meta")
-    weights = Weights(shape, dtype=dtype, device=meta).nbytes
-    cache = make_cache(shape, rows=limits.max_batch_size, length=length, dtype=dtype, device=meta).nbytes
-    free = free_memory(device)
-    if weights + cache > free:
-        raise ValueError(
-            f"the torch engine needs {weights / 1e9:.2f} GB of weights and {cache / 1e9:.2f} GB of KV cache "
-            f"(engine.max_batch_size={limits.max_batch_size} rows of {length} tokens), {free / 1e9:.2f} GB are free on {device}; "
-            "lower engine.max_batch_size, engine.max_input_len or engine.max_output_len, or take a smaller dtype"
-        )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device`."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

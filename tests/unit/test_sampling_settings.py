@@ -8,7 +8,7 @@ from transformers.generation import logits_process as hf
 
 from aligner.rollout.philox import uniforms
 from aligner.rollout.sampling import Truncation, penalise, sample
-from tests.unit.tiny_engine import tiny_engine, tiny_hf
+from tests.unit.tiny_engine import KERNELS, tiny_engine, tiny_hf
 
 DRAWS = 50_000
 SETTINGS = [
@@ -53,10 +53,10 @@ def chi_square_per_freedom(counts: np.ndarray, p: np.ndarray) -> tuple[float, in
     return float((((observed - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)), freedom
 
 
-@pytest.fixture(scope="module")
-def llama():
+@pytest.fixture(scope="module", params=KERNELS)
+def llama(request):
     model = tiny_hf("llama")
-    return model, tiny_engine("llama", model, max_batch_size=3)
+    return model, tiny_engine("llama", model, max_batch_size=3, kernel=request.param)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(s) or "plain")
