@@ -13,7 +13,7 @@ typedef struct {
 } linear_t;
 
 /* sums[r][2 vectors] += W[r, 0..depth) times the block's panel [depth][vectors * LANES]; W float32 with rows `stride` apart. */
-#define TILE_KERNEL(NAME, ROWS, VECTORS)                                                                      \
+#define TILE_KERNEL(NAME, ROWS, VECTORS, AHEAD)                                                               \
     static void NAME(const float *w, int64_t stride, const float *panel, int64_t depth, float *sums) {        \
         vec acc[ROWS][VECTORS];                                                                               \
         for (int r = 0; r < ROWS; r++)                                                                        \
@@ -21,6 +21,8 @@ typedef struct {
         for (int64_t k = 0; k < depth; k++) {                                                                 \
             vec x[VECTORS];                                                                                   \
             for (int v = 0; v < VECTORS; v++) x[v] = *(const vec *)(panel + (k * VECTORS + v) * LANES);       \
+            if (AHEAD && !(k & 15))                                                                           \
+                for (int r = 0; r < ROWS; r++) __builtin_prefetch(w + (r + ROWS) * stride + k);               \
             _Pragma("GCC unroll 6") for (int r = 0; r < ROWS; r++) {                                          \
                 float one = w[r * stride + k];                                                                \
                 for (int v = 0; v < VECTORS; v++) acc[r][v] += one * x[v];                                    \
@@ -29,10 +31,11 @@ typedef struct {
         for (int r = 0; r < ROWS; r++)                                                                        \
             for (int v = 0; v < VECTORS; v++) *(vec *)(sums + r * WIDTH + v * LANES) = acc[r][v];             \
     }
-TILE_KERNEL(tile_wide, TILE, 2)
-TILE_KERNEL(tile_half, TILE, 1)
-TILE_KERNEL(row_wide, 1, 2)
-TILE_KERNEL(row_half, 1, 1)
+TILE_KERNEL(tile_first, TILE, 2, 1) /* of a tile's blocks, the one that fetches the next tile meanwhile */
+TILE_KERNEL(tile_wide, TILE, 2, 0)
+TILE_KERNEL(tile_half, TILE, 1, 1)
+TILE_KERNEL(row_wide, 1, 2, 0)
+TILE_KERNEL(row_half, 1, 1, 0)
 
 static void widen(const bf16 *from, float *to, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] = from_bf16(from[i]);
@@ -87,7 +90,7 @@ static void linear_blocks(const linear_t *m, const float *panel, int64_t n, floa
                 int64_t width = block_width(n, i * WIDTH);
                 const float *p = panel + i * m->in * WIDTH + k * width;
                 if (rows == TILE)
-                    (width == WIDTH ? tile_wide : tile_half)(w, stride, p, depth, sums[i]);
+                    (width < WIDTH ? tile_half : i ? tile_wide : tile_first)(w, stride, p, depth, sums[i]);
                 else
                     for (int r = 0; r < rows; r++)
                         (width == WIDTH ? row_wide : row_half)(w + r * stride, stride, p, depth, sums[i] + r * WIDTH);
@@ -100,55 +103,41 @@ static void linear_blocks(const linear_t *m, const float *panel, int64_t n, floa
     }
 }
 
-/* One to three tokens: dot products along the rows of W, four rows at a time; bound by the memory. */
-#define DOT_KERNEL(NAME, TOKENS, BF16)                                                                        \
-    static void NAME(const void *w, int64_t in, const float *x, float out[4][3]) {                            \
-        vec acc[4][TOKENS];                                                                                   \
-        memset(acc, 0, sizeof(acc));                                                                          \
-        int64_t k = 0;                                                                                        \
-        for (; k + LANES <= in; k += LANES) {                                                                 \
-            vec t[TOKENS];                                                                                    \
-            for (int i = 0; i < TOKENS; i++) t[i] = *(const vec *)(x + i * in + k);                           \
-            for (int r = 0; r < 4; r++) {                                                                     \
-                vec one = load(w, r * in + k, BF16);                                                          \
-                for (int i = 0; i < TOKENS; i++) acc[r][i] += one * t[i];                                     \
-            }                                                                                                 \
-        }                                                                                                     \
-        for (int r = 0; r < 4; r++)                                                                           \
-            for (int i = 0; i < TOKENS; i++) {                                                                \
-                out[r][i] = total(acc[r][i]);                                                                 \
-                for (int64_t j = k; j < in; j++) out[r][i] += get(w, r * in + j, BF16) * x[i * in + j];       \
-            }                                                                                                 \
+/* Eight rows of W, `in` apart, times x. */
+static inline v8 dot8(const void *w, int64_t in, const float *x, int b) {
+    v8 acc[8] = {{0}};
+    int64_t k = 0;
+    for (; k + 8 <= in; k += 8) {
+        v8 one = *(const v8 *)(x + k);
+        for (int r = 0; r < 8 && !(k & 15); r++) __builtin_prefetch((const char *)w + ((r + 8) * in + k) * (b ? 2 : 4));
+        for (int r = 0; r < 8; r++) acc[r] += one * load8(w, r * in + k, b);
     }
-DOT_KERNEL(dot1, 1, 0)
-DOT_KERNEL(dot2, 2, 0)
-DOT_KERNEL(dot3, 3, 0)
-DOT_KERNEL(dot1_bf16, 1, 1)
-DOT_KERNEL(dot2_bf16, 2, 1)
-DOT_KERNEL(dot3_bf16, 3, 1)
+    v8 sum = sums8(acc);
+    for (; k < in; k++)
+        for (int r = 0; r < 8; r++) sum[r] += x[k] * get(w, r * in + k, b);
+    return sum;
+}
 
+/* One to three tokens: dot products along the rows of W, eight rows at a time; bound by the memory. out is at least 8. */
 static void linear_few(const linear_t *m, const float *x, int64_t n, float *y, int add, int b) {
-    typedef void (*kernel)(const void *, int64_t, const float *, float[4][3]);
-    static const kernel kernels[2][3] = {{dot1, dot2, dot3}, {dot1_bf16, dot2_bf16, dot3_bf16}};
-    kernel dot = kernels[b][n - 1];
-    int64_t quads = (m->out + 3) / 4;
+    int64_t eights = (m->out + 7) / 8;
 #pragma omp parallel for schedule(static) if (n * m->out * m->in > SMALL)
-    for (int64_t q = 0; q < quads; q++) {
-        int64_t o = q * 4 + 4 <= m->out ? q * 4 : m->out - 4; /* the last four overlap; out is at least 4 */
-        float sums[4][3];
-        dot((const char *)m->weight + o * m->in * (b ? 2 : 4), m->in, x, sums);
-        for (int r = (int)(q * 4 - o); r < 4; r++)
-            for (int64_t i = 0; i < n; i++) {
-                float s = sums[r][i] + (m->bias ? get(m->bias, o + r, b) : 0);
+    for (int64_t e = 0; e < eights; e++) {
+        int64_t o = e * 8 + 8 <= m->out ? e * 8 : m->out - 8; /* the last eight overlap those before */
+        const char *w = (const char *)m->weight + o * m->in * (b ? 2 : 4);
+        for (int64_t i = 0; i < n; i++) {
+            v8 sum = b ? dot8(w, m->in, x + i * m->in, 1) : dot8(w, m->in, x + i * m->in, 0);
+            for (int r = (int)(e * 8 - o); r < 8; r++) {
                 float *at = y + i * m->out + o + r;
-                *at = add ? *at + s : s;
+                *at = sum[r] + (m->bias ? get(m->bias, o + r, b) : 0) + (add ? *at : 0);
             }
+        }
     }
 }
 
 /* y [n, out] = (add: y +) x [n, in] W^T + bias; panel: in * GROUP * WIDTH floats of work space. */
 void linear(const linear_t *m, const float *x, int64_t n, float *y, int add, int b, float *panel) {
-    if (n <= 3 && m->out >= 4) {
+    if (n <= 3 && m->out >= 8) {
         linear_few(m, x, n, y, add, b);
         return;
     }
