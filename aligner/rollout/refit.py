@@ -1,5 +1,6 @@
 """Refit: a policy's tensors into an engine, checked by name and shape, and certified by checksums on both sides."""
 
+from functools import cache
 from typing import Iterable, Iterator, Mapping
 
 import torch
@@ -11,7 +12,7 @@ from aligner.rollout.engine import SHOWN
 
 SAMPLED_SHARE = 16  # sampled certificates take every 16th row; which ones moves with the weight version
 WHOLE_BELOW = 4096  # elements; smaller tensors are taken whole
-COLUMNS, BLOCK = 1024, 64  # words a row of the checksum's table, rows a block: 512 KiB
+COLUMNS, BLOCK = 1024, 128  # words a row of the checksum's table, rows a block: 1 MiB
 WORD = 2**64 - 1
 
 
@@ -74,21 +75,26 @@ def _words(tensor: Tensor) -> Tensor:
 def _sums(words: Tensor) -> list[int]:
     """[sum, sum weighted by positions from 1] of [n] int64, modulo 2**64 up to sign.
 
-    As a table of COLUMNS a row, the weighted sum follows from the sums of rows and of columns alone: two passes of plain additions,
-    which run as fast as memory is read, a block at a time so that the second pass finds it in the cache."""
+    As a table of COLUMNS a row, the weighted sum follows from the sums of rows and of columns alone: two passes of plain additions
+    instead of a product for every word, a block at a time so that the second pass finds it in the cache."""
     rows = words.numel() // COLUMNS
-    weights = torch.arange(1, COLUMNS + 1, device=words.device)
     rest = words[rows * COLUMNS :]
     plain = rest.sum()
-    weighted = rows * COLUMNS * plain + (rest * weights[: rest.numel()]).sum()
+    weighted = (rest * _positions(COLUMNS, words.device)[: rest.numel()]).sum()
     if rows:
         blocks = words[: rows * COLUMNS].view(rows, COLUMNS).split(BLOCK if words.device.type == "cpu" else rows)
-        sums = [(block.sum(0), block.sum(1)) for block in blocks]
-        in_columns, in_rows = torch.stack([of for of, _ in sums]).sum(0), torch.cat([of for _, of in sums])
+        sums = [(block.sum(1), block.sum(0)) for block in blocks]
+        in_rows, in_columns = torch.cat([of for of, _ in sums]), torch.stack([of for _, of in sums]).sum(0)
+        weighted = weighted + rows * COLUMNS * plain + (in_columns * _positions(COLUMNS, words.device)).sum()
+        weighted = weighted + COLUMNS * (in_rows * torch.arange(rows, device=words.device)).sum()
         plain = plain + in_columns.sum()
-        before = torch.arange(rows, device=words.device)
-        weighted = weighted + (in_columns * weights).sum() + COLUMNS * (in_rows * before).sum()
     return torch.stack([plain, weighted]).tolist()  # the only wait for a GPU
+
+
+@cache
+def _positions(count: int, device: torch.device) -> Tensor:
+    """[count] int64: 1, 2, 3 ..."""
+    return torch.arange(1, count + 1, device=device)
 
 
 def source_checksums(
