@@ -182,6 +182,24 @@ def test_a_reward_model_scores(jobs: Launcher, tiny_reward_model):
     assert not (jobs.run("apart").path / "endpoints" / "reward.json").exists() and scoring.leftovers() == []
 
 
+@pytest.mark.faults
+def test_three_jobs(jobs: Launcher, tiny_reward_model):
+    """By the launcher: values of the critic job, scores of the reward job."""
+    scored = ("reward.place=server", "reward.kind=model", f"reward.checkpoint={tiny_reward_model}")
+    command = [sys.executable, str(REPO / "launch/local/ppo.py"), "--reward-ranks", "1"]
+    for job in ("critic", "reward"):
+        command += [f"--{job}-log", str(jobs.runs / f"{job}.out")]
+    command += ["--actor", *ACTOR_SETTINGS, "--critic", *CRITIC_SETTINGS, "reward.format_credit=0"]
+    command += ["--both", *jobs.both("three"), *scored]
+    done = subprocess.run(command, env=environment(), cwd="/", capture_output=True, text=True, timeout=DEADLINE)
+    said = "\n".join((jobs.runs / f"{job}.out").read_text() for job in ("critic", "reward"))
+    assert done.returncode == 0, f"{done.stderr}\n{said}"
+    run = jobs.run("three")
+    assert_scores_of(tiny_reward_model.parent / "hf", run.samples(1))
+    assert any(s["value_first"] != 0 for s in run.samples(3))
+    assert list((run.path / "endpoints").glob("*.json")) == []
+
+
 def assert_scores_of(folder: Path, samples: list[dict]) -> None:
     """Every recorded score is Hugging Face's of the same tokens."""
     import torch
