@@ -22,7 +22,7 @@ RANKS_tp3 := 3
 OVERRIDES_pp2 := parallel.pipeline=2
 OVERRIDES_tp3 := parallel.tensor=3
 
-.PHONY: help setup demo test test-faults test-soak lint docs clean
+.PHONY: help setup demo test test-functions test-jobs test-faults test-soak lint docs clean
 
 help:
 	@echo "make demo [GRID=one|dp2|pp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
@@ -52,8 +52,18 @@ demo: $(READY) $(MODEL)/model_config.yaml
 		--actor-ranks $(RANKS_$(GRID)) --critic-log runs/$(RUN)/logs/critic.out \
 		--actor $(OVERRIDES_$(GRID)) --both run.name=$(RUN) $(DEMO_ARGS)
 
+# Two halves at once, as tests of jobs mostly wait. The last check is of the settings that both have read.
 test: $(READY)
-	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(PY) -m pytest -q tests/unit tests/dist tests/jobs tests/gpu
+	@cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	@export ALIGNER_CONFIG_READS=$$(mktemp); trap 'rm -f "$$ALIGNER_CONFIG_READS"' EXIT; \
+	$(MAKE) --no-print-directory -f $(ROOT)/Makefile -j2 -Otarget test-functions test-jobs \
+	&& cd $(ROOT) && ALIGNER_SUITE_PASSED=1 $(PY) -m pytest -q tests/unit/test_config_reads.py
+
+test-functions: $(READY)
+	@cd $(ROOT) && $(PY) -m pytest -q tests/unit tests/dist tests/gpu
+
+test-jobs: $(READY)
+	@cd $(ROOT) && $(PY) -m pytest -q tests/jobs
 
 test-faults: $(READY)
 	cd $(ROOT) && $(PY) -m pytest -q -m faults tests/jobs

@@ -23,13 +23,6 @@ if str(ROOT) not in sys.path:
 
 import pytest  # noqa: E402 - after the environment is set
 
-LAST = "test_config_reads.py"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The check of what the suite read comes after the suite."""
-    items.sort(key=lambda item: item.path.name == LAST)
-
 
 def pytest_unconfigure() -> None:
     file = Path(os.environ[READS])
