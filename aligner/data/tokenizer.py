@@ -37,7 +37,11 @@ class Tokenizer:
             )
         from transformers import PreTrainedTokenizerFast  # 3 s of import that only those who read a tokenizer pay
 
-        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(self.folder), local_files_only=True)
+        try:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(self.folder), local_files_only=True)
+        except Exception as error:  # of JSON, of the tokenizers library, of transformers: a file that was cut or edited
+            said = " ".join(str(error).split())[:200]
+            raise ValueError(f"the tokenizer in {self.folder} cannot be read ({said}): copy it again") from error
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.bos_id: Optional[int] = self._tokenizer.bos_token_id
         self.eos_id: Optional[int] = self._tokenizer.eos_token_id

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.models.build import unwrap
 from aligner.models.checkpoint_folder import WEIGHTS, checkpoint_shape, copy_tokenizer, opened
+from aligner.models.damage import damage_is_named
 from aligner.models.heads import HEAD_BIAS_KEY, HEAD_KEY
 from aligner.models.model_config import ModelShape, write_model_config
 from aligner.parallel.collectives import agree, gather_objects
@@ -131,9 +132,11 @@ def _failures_of_rank_0_kept() -> Iterator[list[BaseException]]:
 
 
 def read_sharded(state: dict[str, Any], folder: Path, **how: Any) -> dict[str, Any]:
-    """Fill a sharded state dict from torch_dist files. Collective. Raises ValueError, on every rank, where they do not fit."""
+    """Fill a sharded state dict from torch_dist files. Collective. Raises ValueError, on every rank, where they do not fit or are
+    damaged."""
     try:
-        return dist_checkpointing.load(state, str(folder), **how)
+        with damage_is_named(folder):
+            return dist_checkpointing.load(state, str(folder), **how)
     except CheckpointException as failed:  # a BaseException, which no `except Exception` would catch
         said = "; ".join(sorted({str(error) for error, _ in failed.failures.values()}))
         raise ValueError(f"{folder} does not fit this model: {said or 'another rank failed'}") from None
@@ -188,7 +191,8 @@ def _tensors_on_disk(weights: Path, folder: Path) -> dict[str, ShardedTensor]:
         raise ValueError(
             f"{folder} has no complete {WEIGHTS}/: there is no metadata.json in it; convert or save the model again"
         )
-    return dist_checkpointing.load_tensors_metadata(str(weights))
+    with damage_is_named(weights):
+        return dist_checkpointing.load_tensors_metadata(str(weights))
 
 
 def _refuse_other_tensors(folder: Path, here: set[str], on_disk: dict[str, Any], topology: Topology) -> None:

@@ -12,6 +12,7 @@ from aligner.config.groups import ParallelConfig
 from aligner.models.build import build_model
 from aligner.models.checkpoint import checkpoint_shape, load_weights, save_weights
 from aligner.models.checkpoint_folder import TOKENIZER, WEIGHTS, copy_tokenizer, opened
+from aligner.models.damage import damage_is_named
 from aligner.models.hf import export_hf, load_hf
 from aligner.models.hf_config import config_of, shape_of
 from aligner.models.hf_folder import (
@@ -94,7 +95,10 @@ class _complete:
 
     def __enter__(self) -> Path:
         shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        try:
+            self.partial.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"--output_dir {self.output} cannot be made ({error.strerror}): name another") from error
         return self.partial
 
     def __exit__(self, kind, *exc) -> None:
@@ -119,7 +123,8 @@ def _stored_dtype(source: Path, topology: Topology) -> torch.dtype:
     with opened(source, topology) as folder:
         if not (folder / WEIGHTS / "metadata.json").is_file():
             raise ValueError(f"{source} has no complete {WEIGHTS}/: there is no metadata.json in it")
-        found = {t.dtype for t in dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)).values()}
+        with damage_is_named(folder / WEIGHTS):
+            found = {t.dtype for t in dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)).values()}
     return torch.bfloat16 if found == {torch.bfloat16} else torch.float32
 
 

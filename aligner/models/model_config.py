@@ -1,6 +1,7 @@
 """ModelShape: everything that decides a model's architecture, and its file model_config.yaml in NeMo's key names."""
 
-from dataclasses import asdict, dataclass, replace
+import math
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -62,6 +63,8 @@ class ModelShape:
     tied: bool
 
     def __post_init__(self):
+        for field in fields(self):
+            _check_number(field.name, field.type, getattr(self, field.name))
         _one_of("family", self.family, FAMILIES)
         _one_of("head", self.head, HEADS)
         if self.num_attention_heads % self.num_query_groups:
@@ -97,6 +100,16 @@ class ModelShape:
         return replace(self, head=head)
 
 
+def _check_number(name: str, kind: Any, value: Any) -> None:
+    """What is written by hand in a file may be anything."""
+    if kind is int and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+    if kind is float and (type(value) not in (int, float) or not 0 < value < math.inf):
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    if kind is bool and type(value) is not bool:
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
@@ -124,7 +137,10 @@ def read_model_config(folder: Path | str) -> ModelShape:
         raise ValueError(
             f"{folder} is not a converted checkpoint: it has no model_config.yaml; make one with convert_hf_to_nemo.py"
         )
-    found = yaml.safe_load(path.read_text())
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold keys and values, found {type(found).__name__}")
     keys = {field: _NEMO_KEYS.get(field, field) for field in ModelShape.__dataclass_fields__}

@@ -146,7 +146,11 @@ def _read(folder: Path) -> dict[str, Any] | str:
     path = folder / STATE_FILE
     if not path.is_file():
         return f"{folder} has no {STATE_FILE}: it holds weights at most, and no training can continue from it"
-    return json.loads(path.read_text())
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {"optimizer": dict(saved["optimizer"]), "state": dict(saved["state"])}
+    except (ValueError, TypeError, KeyError):
+        return f"{path} cannot be read ({path.stat().st_size} bytes): it was cut or overwritten; take an earlier checkpoint"
 
 
 def _refuse_other_kind(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:

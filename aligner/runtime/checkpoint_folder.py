@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Optional
 
 from aligner.config.groups import Resume
-from aligner.runtime.errors import ConfigError, StorageError
+from aligner.runtime.errors import ConfigError, StorageError, UserError
 
 MARKER = "COMMITTED"
 
@@ -50,7 +50,11 @@ class CheckpointFolder:
 
     def validation(self, step: int) -> Optional[float]:
         """What validation said of the policy in a valid pair; None where it was not validated."""
-        return json.loads((self.step(step) / MARKER).read_text())["validation"]
+        marker = self.step(step) / MARKER
+        try:
+            return json.loads(marker.read_text())["validation"]
+        except (ValueError, KeyError, TypeError):  # written by hand: a save writes it whole or not at all
+            raise UserError(f"{marker} is no record of a save: restore it, or delete {marker.parent}") from None
 
     def best(self) -> Optional[int]:
         """Step of the valid pair with the best validation (the newest of equals); None where none was validated."""
@@ -93,6 +97,7 @@ class CheckpointFolder:
     def resume_step(self, policy: Resume) -> Optional[int]:
         """Step to continue after, or None to begin. ConfigError where run.resume forbids what is there."""
         newest = self.newest()
+        self.best()  # reads the record of every pair now, not at the next save
         if policy is Resume.never and newest is not None:
             raise ConfigError(
                 f"run.resume=never, but {self.path} holds a checkpoint of step {newest}: choose another run.name, or auto"

@@ -1,5 +1,6 @@
 """Weight checkpoints: the names on disk are the written-down ones, and what one grid saves another loads, bit for bit."""
 
+import shutil
 import tarfile
 import tempfile
 from pathlib import Path
@@ -44,6 +45,8 @@ GPT2_KEYS = {
     "model.decoder.final_layernorm.weight": (64,),
     "model.decoder.final_layernorm.bias": (64,),
 }
+
+DAMAGED = ("__0_0.distcp", ".metadata", "common.pt", "metadata.json")
 
 SAVED = (1, 2, None, False)
 LOADED = [(2, 1, None, True), (1, 2, 2, False), (1, 1, None, False)]
@@ -99,9 +102,24 @@ def _layouts(rank, folder):
             back = _exported(chunks, shape, topology)
             assert all(torch.equal(back[n], weights[n].bfloat16()) for n in back)
 
+    return _cut_by_one_rank(shape, Path(target))
+
+
+def _cut_by_one_rank(shape, folder):
+    """What is said of a checkpoint of which the second rank's tensors are cut off."""
+    from aligner.models.checkpoint import load_weights
+
+    (topology,) = topologies((2, 1, None, False))
+    if topology.is_reporter:
+        file = folder / "model_weights" / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-1000])
+    torch.distributed.barrier()
+    return _refusal(load_weights, _built(shape, topology), shape, topology, folder)
+
 
 def test_any_layout_loads_what_another_saved(tmp_path):
-    run_ranks(_layouts, 2, str(tmp_path), deadline=240)
+    first, second = run_ranks(_layouts, 2, str(tmp_path), deadline=240)
+    assert first == second and "/model_weights/__1_0.distcp has " in first and "it was cut" in first
 
 
 def _refusal(function, *args):
@@ -141,6 +159,28 @@ def _one_rank(rank, folder):
     save_weights(_built(value, topology), value, topology, f"{folder}/value")
     assert _keys(f"{folder}/value/model_weights") == LAYER_KEYS | OUTER_KEYS | HEADS["value"]
     found["no lm head"] = _refusal(load_weights, chunks, shape, topology, f"{folder}/value")
+    found |= _damaged(chunks, shape, topology, Path(folder))
+    return found
+
+
+def _damaged(chunks, shape, topology, folder):
+    """{how file: what is said of the checkpoint}"""
+    from aligner.models.checkpoint import load_weights
+
+    ways = {
+        "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+        "overwritten": lambda file: file.write_bytes(b"\xff" * file.stat().st_size),
+        "missing": lambda file: file.unlink(),
+    }
+    found = {}
+    for name in DAMAGED:
+        for way, damage in ways.items():
+            bad = folder / f"{way} {name}"
+            shutil.copytree(folder / "lm", bad)
+            damage(bad / "model_weights" / name)
+            found[f"{way} {name}"] = _refusal(load_weights, chunks, shape, topology, bad)
+    (folder / "bad.nemo").write_bytes(b"x" * 10_000)
+    found["archive"] = _refusal(load_weights, chunks, shape, topology, folder / "bad.nemo")
     return found
 
 
@@ -206,3 +246,9 @@ def test_names_heads_layers_archives_and_refusals(tmp_path):
     assert found["missing"].endswith("nowhere is neither a folder nor a .nemo archive")
     assert "holds another architecture: ffn_hidden_size=96 (wanted 128)" in found["other"]
     assert "missing ['model.output_layer.weight'] (1), unknown none (0)" in found["no lm head"]
+    assert found["archive"].startswith(f"{tmp_path}/bad.nemo is no whole tar archive")
+    for name in DAMAGED:
+        for way in ("cut", "overwritten"):
+            said = found[f"{way} {name}"]
+            assert said.startswith(f"{tmp_path}/{way} {name}/model_weights/{name} ") and "it was " in said
+        assert name in found[f"missing {name}"]

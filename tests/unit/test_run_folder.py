@@ -96,6 +96,14 @@ def save(run: RunFolder, step: int, *, committed: bool = True, validation: float
         run.checkpoints.commit(step, validation=validation)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_marker_that_no_save_wrote_is_named_at_the_start(run, content):
+    save(run, 5, validation=0.5)
+    (run.checkpoints.step(5) / "COMMITTED").write_text(content)
+    with pytest.raises(UserError, match="step_000005/COMMITTED is no record of a save"):
+        run.checkpoints.resume_step(Resume.auto)
+
+
 def test_only_committed_pairs_count(run):
     for step in (5, 10, 100):
         save(run, step)

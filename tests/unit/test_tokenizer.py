@@ -109,3 +109,13 @@ def test_chat_template_hash_is_apart(tmp_path):
         make(tmp_path, n, chat_template=t).chat_template_hash for n, t in [("a", CHATML), ("b", "x"), ("c", None)]
     }
     assert len(hashes) == 3 and "" in hashes
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_one_sentence_that_names_the_folder(tmp_path, name, content):
+    folder = write_tokenizer(tmp_path / "t")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        Tokenizer(folder)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
