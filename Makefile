@@ -22,7 +22,7 @@ RANKS_tp3 := 3
 OVERRIDES_pp2 := parallel.pipeline=2
 OVERRIDES_tp3 := parallel.tensor=3
 
-.PHONY: help setup demo test test-functions test-jobs test-faults test-soak lint docs clean
+.PHONY: help setup grid demo test test-functions test-jobs test-faults test-soak lint docs clean
 
 help:
 	@echo "make demo [GRID=one|dp2|pp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
@@ -44,13 +44,16 @@ $(READY): $(ROOT)/constraints.txt $(ROOT)/setup.py
 $(MODEL)/model_config.yaml: | $(READY)
 	$(PY) $(ROOT)/tools/smollm2.py --output_dir $(MODEL)
 
-demo: $(READY) $(MODEL)/model_config.yaml
+# Before anything is installed
+grid:
 	@test -n "$(RANKS_$(GRID))" || { echo "make: GRID=$(GRID) is not one of one, dp2, pp2, tp3" >&2; exit 2; }
-	@if test -z "$(DEMO_ARGS)" && grep -qs '"complete": true' $(ROOT)/runs/$(RUN)/run.json; then \
+
+demo: grid $(READY) $(MODEL)/model_config.yaml
+	@if test -z "$(DEMO_ARGS)$(ACTOR_ARGS)$(CRITIC_ARGS)" && grep -qs '"complete": true' $(ROOT)/runs/$(RUN)/run.json; then \
 		echo "runs/$(RUN) is complete; its report: $(ROOT)/runs/$(RUN)/report.html (delete runs/$(RUN) to run it again)"; exit 0; fi; \
 	cd $(ROOT) && $(PY) launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic \
 		--actor-ranks $(RANKS_$(GRID)) --critic-log runs/$(RUN)/logs/critic.out \
-		--actor $(OVERRIDES_$(GRID)) --both run.name=$(RUN) $(DEMO_ARGS)
+		--actor $(OVERRIDES_$(GRID)) $(ACTOR_ARGS) --critic $(CRITIC_ARGS) --both run.name=$(RUN) $(DEMO_ARGS)
 
 # Two halves at once, as tests of jobs mostly wait. The last check is of the settings that both have read.
 test: $(READY)

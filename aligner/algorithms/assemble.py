@@ -156,6 +156,10 @@ def build_trainer(
     resumed: Optional[int],
 ) -> PPOTrainer:
     stop_ids = tuple(sorted({*job.tokenizer.end_token_ids, *config.sampling.stop_token_ids}))
+    if stop_ids[-1] >= job.shape.vocab_size:
+        raise ConfigError(
+            f"sampling.stop_token_ids holds {stop_ids[-1]}, and the model's ids end at {job.shape.vocab_size - 1}"
+        )
     generation = Generation(
         engine=engine,
         critic=critic,

@@ -117,6 +117,8 @@ def _read_overrides(words: list[str], folders: list[Path]) -> tuple[list[Overrid
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException:
+            override = None
+        if override is None or not override.key_or_group:
             problems.append(
                 f"command line: {word!r} is not group.key=value (quote text that has spaces, commas or brackets)"
             )

@@ -106,6 +106,15 @@ NOT_NEGATIVE = [
 
 LONGEST_NAME = 255  # bytes, on the file systems that Linux uses
 
+# key -> the largest value that is no slip of the keyboard, or that its type holds
+AT_MOST = {
+    "run.seed": 2**63 - 1,
+    "parallel.threads": 1024,
+    "parallel.training_threads": 1024,
+    "engine.threads": 1024,
+    "reward.workers": 1024,
+}
+
 AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout", "critic.value_normalisation_rate"]
 AT_MOST_ONE += [f"{group}.{name}" for group in ("sampling", "validation") for name in ("top_p", "min_p")]
 
@@ -144,6 +153,9 @@ def _ranges(config: Any) -> Iterator[str]:
     for key in NOT_NEGATIVE:
         if given(key) is not None and given(key) < 0:
             yield f"{key}={given(key)} must not be negative"
+    for key, limit in AT_MOST.items():
+        if given(key) is not None and given(key) > limit:
+            yield f"{key}={given(key)} must be at most {limit}"
     for key in AT_MOST_ONE:
         if given(key) is not None and not 0 <= given(key) <= 1:
             yield f"{key}={given(key)} must lie between 0 and 1"
@@ -156,8 +168,8 @@ def _run(run: Any) -> Iterator[str]:
         yield f"run.name={run.name!r} must hold printable characters alone: no line breaks, no control characters"
     elif len(os.fsencode(run.name)) > LONGEST_NAME:
         yield f"run.name is {len(os.fsencode(run.name))} bytes long, and a folder's name has {LONGEST_NAME} at most"
-    if "\0" in run.dir:
-        yield f"run.dir={run.dir!r} is no path"
+    if not run.dir or "\0" in run.dir:
+        yield f"run.dir={run.dir!r} must be the path of a folder"
 
 
 def degree_problems(parallel: ParallelConfig) -> list[str]:
@@ -210,8 +222,8 @@ def _actor(config: ActorConfig) -> Iterator[str]:
         yield "reward.kind=model needs a job to run the reward model, and critic.place is none: set reward.place=server"
     for key, endpoint in (("critic", critic.endpoint), ("reward", reward.endpoint)):
         host, _, port = (endpoint or "").rpartition(":")
-        if endpoint is not None and (not host or not port.isdigit()):
-            yield f"{key}.endpoint={endpoint} must be host:port"
+        if endpoint is not None and (not host or not port.isdigit() or not 0 < int(port) < 65536):
+            yield f"{key}.endpoint={endpoint} must be host:port, with a port from 1 to 65535"
     if reward.endpoint is not None and reward.place is not RewardPlace.server:
         yield f"reward.endpoint={reward.endpoint} needs reward.place=server, and it is {reward.place.name}"
     if critic.endpoint is not None and critic.place is not CriticPlace.remote:
@@ -234,6 +246,8 @@ def _sampling(config: ActorConfig) -> Iterator[str]:
     longest = config.engine.max_output_len
     if config.validation.min_output_len > longest:
         yield f"validation.min_output_len={config.validation.min_output_len} exceeds engine.max_output_len={longest}"
+    if wrong := [i for i in config.sampling.stop_token_ids if i < 0]:
+        yield f"sampling.stop_token_ids={config.sampling.stop_token_ids} must not hold {wrong[0]}: ids count from 0"
 
 
 def _algorithm(config: ActorConfig) -> Iterator[str]:

@@ -45,6 +45,9 @@ def served_problems(config: CriticConfig | RewardServerConfig) -> Iterator[str]:
     for name in ("port", "metrics_port"):
         if (getattr(serving, name) or 0) > 65535:
             yield f"serving.{name}={getattr(serving, name)} must be at most 65535"
+    for name in ("bind", "advertise_host"):
+        if getattr(serving, name) == "":
+            yield f"serving.{name} is empty: give an address, or leave it out"
     if serving.port and serving.port == serving.metrics_port:
         yield f"serving.port and serving.metrics_port are both {serving.port}: they must differ"
     if serving.token_file is not None and not Path(serving.token_file).is_file():

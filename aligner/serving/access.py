@@ -23,7 +23,10 @@ def resolve_bind(bind: str, environ: Mapping[str, str]) -> str:
     if bind == "auto":
         return node_address() if "SLURM_STEP_ID" in environ else "127.0.0.1"
     try:
-        return socket.gethostbyname(bind)
+        address = socket.gethostbyname(bind)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+        return address
     except OSError as error:
         raise ValueError(
             f"serving.bind={bind} is no address of this host ({error}); use auto or an IPv4 address"

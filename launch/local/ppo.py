@@ -26,8 +26,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actor-config", default="ppo_actor", help="configuration in conf/ of the actor job")
     parser.add_argument("--critic-config", default="ppo_critic", help="configuration in conf/ of the critic job")
-    parser.add_argument("--actor-ranks", type=int, default=1)
-    parser.add_argument("--critic-ranks", type=int, default=1)
+    parser.add_argument("--actor-ranks", type=positive, default=1)
+    parser.add_argument("--critic-ranks", type=positive, default=1)
     parser.add_argument("--critic-log", type=Path, help="file for the critic job's output; default: this terminal")
     parser.add_argument("--reward-config", default="reward_model", help="configuration in conf/ of the reward job")
     parser.add_argument("--reward-ranks", type=int, default=0, help="0: there is no reward job")
@@ -35,6 +35,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for job in ("actor", "critic", "reward", "both"):
         parser.add_argument(f"--{job}", nargs="*", default=[], metavar="OVERRIDE")
     return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """A number of ranks, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
 
 
 def command(script: str, ranks: int, config: str, overrides: list[str]) -> list[str]:

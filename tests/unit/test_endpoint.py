@@ -111,6 +111,8 @@ def test_binds(monkeypatch):
     assert access.is_loopback("127.0.0.2") and not access.is_loopback("0.0.0.0")
     with pytest.raises(ValueError, match="serving.bind=no-such-host.invalid is no address"):
         access.resolve_bind("no-such-host.invalid", {})
+    with pytest.raises(ValueError, match="serving.bind=192.0.2.1 is no address of this host"):
+        access.resolve_bind("192.0.2.1", {})  # reserved for documentation
 
 
 # ---- waiting
