@@ -1,4 +1,4 @@
-"""Spawned gloo ranks for tests: one launch may run many grids, since starting a process costs seconds and a grid milliseconds.
+"""Spawned gloo ranks for tests: they stay for all tests, since starting a process costs seconds and a grid milliseconds.
 
     def body(rank, arg):
         for topology in topologies((2, 1, None, False), (1, 2, None, False)):
@@ -9,10 +9,12 @@
 
 `body` must be importable (a top-level function of the test file): it is pickled by name."""
 
+import atexit
 import contextlib
+import gc
 import multiprocessing
+import multiprocessing.connection
 import os
-import queue
 import socket
 import sys
 import time
@@ -28,89 +30,108 @@ Grid = tuple[int, int, Optional[int], bool]  # tensor, pipeline, virtual_pipelin
 
 
 def run_ranks(body: Callable, world_size: int, *args, deadline: float = 300) -> list[Any]:
-    """body(rank, *args) on `world_size` spawned processes -> their picklable results in order of rank.
+    """body(rank, *args) on `world_size` processes -> their picklable results in order of rank.
 
-    Raises AssertionError with the traceback of every rank that failed, or naming those that were not done after `deadline` seconds;
-    processes started here are ended in any case, and no others."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    port = _free_port()
-    ranks = [
-        context.Process(target=_rank_main, args=(body, rank, world_size, port, answers, args))
-        for rank in range(world_size)
-    ]
-    with _environment():
-        for process in ranks:
-            process.start()
+    The processes are started when they are first needed, and wait for the next call then: importing torch and megatron costs more
+    than most bodies. They join a new process group each time. Raises AssertionError with the traceback of every rank that failed,
+    or naming those that were not done after `deadline` seconds; all are ended then, and the next call starts others."""
+    while len(_workers) < world_size:
+        _workers.append(_Worker())
+    ranks, port = _workers[:world_size], _free_port()
     try:
-        results = _collect(ranks, answers, deadline)
-        for process in ranks:  # each ends by itself, and ends the helper that saving a checkpoint started
-            process.join(30)
-        return results
-    finally:
-        for process in ranks:
-            _end(process)
+        for rank, worker in enumerate(ranks):
+            worker.tell((body, rank, world_size, port, args))
+        return _collect(ranks, deadline)
+    except BaseException:
+        end_workers()
+        raise
 
 
-def _end(process) -> None:
-    """Kill a rank that still runs, and first what it started: megatron-core's checkpoint helper would outlive it."""
-    if process.is_alive():
+class _Worker:
+    """A spawned process that runs bodies, one after another, until this one ends: the pipe between them closes then."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, far_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(far_end,))
+        with _environment():
+            self.process.start()
+        far_end.close()
+
+    def tell(self, task: tuple) -> None:
+        self.pipe.send(task)
+
+    def end(self) -> None:
+        """Kill what it started, and it: megatron-core's writers of a checkpoint would outlive it."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(recursive=True):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
                 child.kill()
-        process.kill()
-    process.join()
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
-def _collect(ranks: list, answers, deadline: float) -> list[Any]:
+_workers: list[_Worker] = []
+
+
+@atexit.register  # before multiprocessing's own, which waits for children
+def end_workers() -> None:
+    """End all processes that wait for a body; memory that a large one has left is free then."""
+    while _workers:
+        _workers.pop().end()
+
+
+def _collect(ranks: list[_Worker], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     end = time.monotonic() + deadline
-    while len(results) < len(ranks) and not failures and time.monotonic() < end:
-        try:
-            rank, ok, value = answers.get(timeout=0.2)
-        except queue.Empty:
-            failures = {
-                r: f"ended with code {p.exitcode}"
-                for r, p in enumerate(ranks)
-                if p.exitcode not in (None, 0) and r not in results
-            }
-            continue
-        (results if ok else failures)[rank] = value
-    while failures and not answers.empty():  # the others' errors are often the consequence of the first
-        rank, ok, value = answers.get()
-        (results if ok else failures)[rank] = value
+    while len(results) + len(failures) < len(ranks) and time.monotonic() < end:
+        waiting = {ranks[r].pipe: r for r in range(len(ranks)) if r not in results and r not in failures}
+        for pipe in multiprocessing.connection.wait(waiting, timeout=max(0.0, end - time.monotonic())):
+            try:
+                done, value = pipe.recv()
+            except EOFError:
+                ranks[waiting[pipe]].process.join(10)
+                done, value = False, f"ended with code {ranks[waiting[pipe]].process.exitcode}"
+            (results if done else failures)[waiting[pipe]] = value
+        if failures:  # the others' errors are often the consequence of the first, and may never come
+            end = min(end, time.monotonic() + 2)
     assert not failures, "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
     missing = [rank for rank in range(len(ranks)) if rank not in results]
     assert not missing, f"ranks {missing} of {len(ranks)} were not done after {deadline:g} s"
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _rank_main(body: Callable, rank: int, world_size: int, port: int, answers, args: tuple) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    try:
-        answers.put((rank, True, body(rank, *args)))
-    except BaseException:
-        answers.put((rank, False, traceback.format_exc()))
-    finally:
-        answers.close()
-        answers.join_thread()
+def _serve(pipe) -> None:
+    """In a spawned process: run bodies until the other end of the pipe is closed."""
+    while True:
+        try:
+            body, rank, world_size, port, args = pipe.recv()
+        except EOFError:
+            return
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        try:
+            answer = (True, body(rank, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
         _leave()
 
 
 def _leave() -> None:
+    """Out of the process group, and what the body made is freed."""
     if "torch" in sys.modules:
-        import torch.distributed as dist
+        from aligner.parallel.startup import shutdown
 
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        shutdown()
+    gc.collect()
 
 
 def topologies(*grids: Grid, seed: int = 1, timeout: float = 200) -> Iterator[Any]:

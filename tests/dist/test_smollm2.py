@@ -1,6 +1,6 @@
-"""A real model, SmolLM2-135M (9 heads, 3 groups: TP 1 or 3), gives Hugging Face's logits, and converts there and back bit for bit.
+"""A real model, SmolLM2-135M (9 heads, 3 groups: TP 1 or 3), gives Hugging Face's logits on its grids.
 
-Needs its Hugging Face folder in ALIGNER_SMOLLM2_HF (python tools/smollm2.py --output_dir X --hf_dir DIR writes one)."""
+Takes the Hugging Face folder that ALIGNER_SMOLLM2_HF names, or the model that `make demo` has left in .cache/."""
 
 import os
 from pathlib import Path
@@ -8,18 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.harness import run_ranks, topologies
+from tests.dist.harness import end_workers, run_ranks, topologies
 from tests.dist.test_hf_parity import forward, whole_logits
 
 TOLERANCE = 1e-5  # of the largest logit
 
 
-@pytest.fixture
-def folder():
-    path = os.environ.get("ALIGNER_SMOLLM2_HF")
-    if not path or not (Path(path) / "config.json").is_file():
-        pytest.skip("ALIGNER_SMOLLM2_HF does not name a Hugging Face folder of SmolLM2 (see tools/smollm2.py --hf_dir)")
-    return path
+CACHE = Path(__file__).resolve().parents[2] / ".cache"
+DEMO = CACHE / "SmolLM2-135M-Instruct"  # converted
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder; made from the demo's checkpoint where there is no other."""
+    named = os.environ.get("ALIGNER_SMOLLM2_HF")
+    if named:
+        assert (Path(named) / "config.json").is_file(), f"ALIGNER_SMOLLM2_HF={named} is no Hugging Face folder"
+        return named
+    if not (DEMO / "model_config.yaml").is_file():
+        pytest.skip(
+            "needs SmolLM2: run `make demo` once, which leaves it in .cache/, or let ALIGNER_SMOLLM2_HF name a Hugging Face "
+            "folder of it (tools/smollm2.py --hf_dir writes one)"
+        )
+    made = tmp_path_factory.mktemp("smollm2") / "hf"
+    run_ranks(_to_hf, 1, DEMO, made)
+    return str(made)
+
+
+def _to_hf(rank, source, folder):
+    from aligner.models.convert import nemo_to_hf
+
+    nemo_to_hf(source, folder, progress=lambda said: None)
 
 
 def _body(rank, folder, grids):
@@ -56,3 +75,4 @@ def _body(rank, folder, grids):
 def test_logits_are_hugging_faces(folder, ranks, grids):
     for results in run_ranks(_body, ranks, folder, grids, deadline=600):
         assert max(results) < TOLERANCE, dict(zip(map(str, grids), results))
+    end_workers()  # their memory
