@@ -9,6 +9,7 @@ import torch
 from aligner.runtime.errors import AgreedUserError
 from aligner.runtime.exit_codes import ExitCode
 from tests.dist.harness import run_ranks, topologies
+from tests.dist.training_data import policy_batch, rollouts_of, write_checkpoint
 
 # What fails -> (rank, bytes, whether there is much in common.pt). Rank 0 has one small tensor, but describes all 400 in .metadata.
 CASES = {
@@ -58,3 +59,58 @@ def test_every_rank_raises(tmp_path):
         assert text.startswith(f"{tmp_path / name} could not be written: ")
         assert not (tmp_path / name / "metadata.json").exists(), "it would look complete"
     assert (tmp_path / "whole" / "metadata.json").exists()
+
+
+# The rank whose disk is full, and the bytes that a file of its may have. What is written is of unlike size, so that with each limit
+# another file fails: model_config.yaml, common.pt, .metadata, tensors of the model, those of the optimizer.
+LIMITS = [(rank, limit) for limit in (100, 1_000, 5_000, 50_000) for rank in (0, 1)]
+
+
+def _pairs_body(rank, base):
+    """What this rank hears of a pair that cannot be saved, for each limit; whether the pair before it is what it was."""
+    from aligner.algorithms.pairs import PairedCheckpoints
+    from aligner.config.groups import CheckpointConfig
+    from aligner.runtime.checkpoint_folder import CheckpointFolder
+    from tests.dist.test_training import _policy
+
+    (topology,) = topologies((1, 1, None, False), timeout=60)
+    policy = _policy(base / "model", topology)
+    policy.train(policy_batch(0))
+    folder = CheckpointFolder(base / "checkpoints")
+    pairs = PairedCheckpoints(
+        folder, CheckpointConfig(keep_last=20), policy=policy, critic=None, topology=topology, critic_deadline=60
+    )
+    pairs.save(1, {"step": 1}, validation=None)
+    before = policy.logprobs(rollouts_of(policy_batch(9)), temperature=1.0)
+    policy.train(policy_batch(1))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = []
+    for step, (where, limit) in enumerate(LIMITS, start=2):
+        if rank == where:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            pairs.save(step, {"step": step}, validation=None)
+            said.append("it was saved")
+        except AgreedUserError as error:
+            said.append((error.exit_code, str(error)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    committed = folder.committed()
+    assert pairs.restore(1) == {"step": 1}
+    same = torch.equal(policy.logprobs(rollouts_of(policy_batch(9)), temperature=1.0), before)
+    pairs.save(100, {"step": 100}, validation=None)  # where there is room again
+    return said, committed, same, folder.committed()
+
+
+def test_every_rank_hears_of_a_pair_that_one_cannot_write_and_the_pair_before_it_is_whole(tmp_path):
+    run_ranks(_write_model_body, 1, tmp_path / "model")
+    first, second = run_ranks(_pairs_body, 2, tmp_path, deadline=200)
+    assert first == second
+    said, committed, same, later = first
+    for step, case, answer in zip(range(2, 100), LIMITS, said, strict=False):
+        sentence = f"the checkpoint of step {step} could not be written under {tmp_path / 'checkpoints'}: no space left"
+        assert answer[0] is ExitCode.STORAGE and answer[1].startswith(sentence), case
+    assert (committed, same, later) == ([1], True, [1, 100])
+
+
+def _write_model_body(rank, folder):
+    write_checkpoint(folder)
