@@ -8,10 +8,12 @@ two threads a rank and one while it trains, of both jobs. The alternatives take 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from workload import ROOT, machine
@@ -54,12 +56,32 @@ def command(grid: str, threads: str, folder: str, options: argparse.Namespace) -
 
 def measure(grid: str, threads: str, options: argparse.Namespace) -> list[dict]:
     """metrics.jsonl of one run, without its first step."""
+    busy = Busy()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command(grid, threads, folder, options), cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{grid} with {threads} threads ended with {done.returncode}:\n{done.stderr[-4000:]}")
         rows = (Path(folder) / "grid" / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, rows) if row["step"] > 1]
+    others = busy.by_others()
+    return [{**row, "others": others} for row in map(json.loads, rows) if row["step"] > 1]
+
+
+class Busy:
+    """Cores that other processes kept busy since this was made: a table is worth as much as the machine was idle."""
+
+    def __init__(self) -> None:
+        self.before = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds: of the clock, of all processes of the machine on its cores, of this one's ended children."""
+        user, nice, system, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+        mine = resource.getrusage(resource.RUSAGE_CHILDREN)
+        every = (user + nice + system) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), every, mine.ru_utime + mine.ru_stime
+
+    def by_others(self) -> float:
+        clock, every, mine = (now - then for now, then in zip(self._now(), self.before, strict=True))
+        return max(0.0, every - mine) / clock
 
 
 def main() -> None:
@@ -68,16 +90,17 @@ def main() -> None:
     for number in range(options.rounds):
         for (grid, threads), rows in measured.items():
             rows += measure(grid, threads, options)
-            last = rows[-1]["time/step"]
-            print(f"round {number + 1}, {grid}, threads {threads}: last step {last:.2f} s", file=sys.stderr, flush=True)
+            last = f"last step {rows[-1]['time/step']:.2f} s, {rows[-1]['others']:.2f} cores busy with other processes"
+            print(f"round {number + 1}, {grid}, threads {threads}: {last}", file=sys.stderr, flush=True)
     count = options.rounds * (options.steps - 1)
     print(
         f"{machine()}; OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'passive')}; median seconds of {count} steps\n"
     )
-    print("| grid | threads a rank | " + " | ".join(PHASES) + " |")
-    print("|" + "---|" * (len(PHASES) + 2))
+    print("| grid | threads a rank | " + " | ".join(PHASES) + " | cores busy with other processes |")
+    print("|" + "---|" * (len(PHASES) + 3))
     for (grid, threads), rows in measured.items():
         medians = [statistics.median(row[f"time/{phase}"] for row in rows) for phase in PHASES]
+        medians.append(statistics.median(row["others"] for row in rows))
         print(f"| {grid} | {threads} | " + " | ".join(f"{m:.2f}" for m in medians) + " |")
 
 

@@ -73,7 +73,7 @@ def _pairs_body(rank, base):
     from aligner.runtime.checkpoint_folder import CheckpointFolder
     from tests.dist.test_training import _policy
 
-    (topology,) = topologies((1, 1, None, False), timeout=60)
+    (topology,) = topologies((2, 1, None, False), timeout=60)  # so that both write
     policy = _policy(base / "model", topology)
     policy.train(policy_batch(0))
     folder = CheckpointFolder(base / "checkpoints")

@@ -1,0 +1,101 @@
+"""Benchmarks run: on the smallest shapes, or, where they need minutes or TRL, as far as their commands and names can be checked."""
+
+import argparse
+import ast
+import importlib
+import json
+import sys
+
+import pytest
+
+from aligner.config.jobs import ActorConfig, CriticConfig
+from aligner.config.load import load
+from tests.jobs.harness import REPO, Launcher
+
+BENCHMARKS = REPO / "benchmarks"
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch):
+    """Imports a script of benchmarks/, as one that stands beside it would."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in {path.stem for path in BENCHMARKS.glob("*.py")} & set(sys.modules):
+        del sys.modules[name]
+
+
+def test_a_process_of_this_toolkits_side(jobs: Launcher, tiny_model, tiny_reward_model, tmp_path):
+    """Its STEP lines are what ppo_step.py reads: every phase, and phases that sum to the step."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n:08d}"}) + "\n" for n in range(16)))
+    numbers = {"rows": 4, "prompt": 8, "response": 4, "mini-batch": 2, "score-batch": 4, "steps": 2, "threads": 1}
+    given = {"policy": tiny_model, "reward": tiny_reward_model, "prompts": prompts, "dtype": "float32", **numbers}
+    job = jobs.start("benchmarks/aligner_ppo.py", *(f"--{name}={value}" for name, value in given.items())).finish()
+    lines = [line.removeprefix("STEP ") for line in job.stdout.splitlines() if line.startswith("STEP ")]
+    steps = [json.loads(line) for line in lines]
+    assert len(steps) == 2
+    for step in steps:
+        assert {"generate", "score", "train", "other", "step", "cpu"} <= step.keys()
+        assert sum(step[p] for p in ("generate", "score", "train", "other")) == pytest.approx(step["step"])
+        assert min(step.values()) > -1e-6
+
+
+def test_forward_and_backward_against_hugging_face(jobs: Launcher):
+    """It ends with an error where the two sides do not compute the same loss and gradient norm."""
+    numbers = ("--rows=2", "--repeats=1", "--threads=1", "--dtype=float32")
+    job = jobs.start("benchmarks/forward_backward.py", "--shape=tiny", *numbers).finish()
+    assert job.stdout.count("speed against Hugging Face") == 2
+
+
+def test_the_engine_against_hugging_face(jobs: Launcher):
+    """Both sides say the same tokens."""
+    small = ("--models=1m", "--batches=1", "--rounds=1", "--median=2", "--longest=4", "--threads=1")
+    job = jobs.start("benchmarks/rollout.py", *small, "--without=vllm").finish()
+    assert "same tokens 4/4" in job.stdout
+
+
+def test_the_settings_of_the_grids_are_those_of_the_jobs(benchmark_module, monkeypatch, tmp_path, tiny_model):
+    grids = benchmark_module("grids")
+    monkeypatch.setattr(sys, "argv", ["grids.py", "--model", str(tiny_model), "--threads", "2/1", "3"])
+    options = grids.arguments()
+    for grid in options.grids:
+        for threads, (general, training) in {"2/1": (2, 1), "3": (3, 3)}.items():
+            words = grids.command(grid, threads, str(tmp_path), options)
+            actor = words[words.index("--actor") + 1 : words.index("--both")]
+            both = words[words.index("--both") + 1 :]
+            for config in (
+                load(ActorConfig, [*both, *actor], "demo_actor"),
+                load(CriticConfig, both, "demo_critic"),
+            ):
+                assert (config.parallel.threads, config.parallel.training_threads) == (general, training)
+                assert config.run.max_steps == options.steps
+
+
+def test_both_sides_take_the_arguments_that_they_are_given(benchmark_module, monkeypatch, tmp_path):
+    ppo_step, workload = benchmark_module("ppo_step"), benchmark_module("workload")
+    monkeypatch.setattr(ppo_step, "trl_python", lambda: "python")
+    monkeypatch.setattr(ppo_step, "converted", lambda source, folder: folder)
+    work = workload.Workload(tmp_path, tmp_path / "hf", tmp_path / "reward-hf", tmp_path / "prompts.jsonl")
+    options = argparse.Namespace(steps=2, threads=1, dtype="float32")
+    for side in ppo_step.sides(work, workload.SHAPES["tiny"], options).values():
+        script, *given = side.command[1:]
+        assert (REPO / script).is_file()
+        read = workload.worker_arguments("").parse_args([word for word in given if word != "--freeze-gc"])
+        assert (read.rows, read.mini_batch, read.score_batch, read.steps) == (64, 16, 64, 2)
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, script):
+    """Of those too that run in TRL's or vLLM's environment, where this suite does not go."""
+    tree = ast.parse((BENCHMARKS / f"{script}.py").read_text())
+    beside = {path.stem for path in BENCHMARKS.glob("*.py")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in beside:
+            module = benchmark_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def test_every_script_is_tried_here():
+    elsewhere = {"trl_ppo", "trl_env", "vllm_env", "vllm_worker"}  # TRL's and vLLM's environments
+    here = {"aligner_ppo", "forward_backward", "rollout", "grids", "ppo_step", "workload"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == here | elsewhere
