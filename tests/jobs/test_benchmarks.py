@@ -71,6 +71,13 @@ def test_the_settings_of_the_grids_are_those_of_the_jobs(benchmark_module, monke
                 assert config.run.max_steps == options.steps
 
 
+def test_the_settings_of_the_served_critic_are_those_of_the_job(benchmark_module, monkeypatch, tmp_path, tiny_model):
+    served = benchmark_module("served_critic")
+    monkeypatch.setattr(sys, "argv", ["served_critic.py", "--model", str(tiny_model), "--threads", "3"])
+    config = load(CriticConfig, served.overrides(served.arguments(), str(tmp_path)), "ppo_critic")
+    assert (config.parallel.threads, config.run.name, config.critic.mini_batch_size) == (3, served.NAME, 16)
+
+
 def test_both_sides_take_the_arguments_that_they_are_given(benchmark_module, monkeypatch, tmp_path):
     ppo_step, workload = benchmark_module("ppo_step"), benchmark_module("workload")
     monkeypatch.setattr(ppo_step, "trl_python", lambda: "python")
@@ -97,5 +104,5 @@ def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, scr
 
 def test_every_script_is_tried_here():
     elsewhere = {"trl_ppo", "trl_env", "vllm_env", "vllm_worker"}  # TRL's and vLLM's environments
-    here = {"aligner_ppo", "forward_backward", "rollout", "grids", "ppo_step", "workload"}
+    here = {"aligner_ppo", "forward_backward", "rollout", "served_critic", "grids", "ppo_step", "workload"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == here | elsewhere
