@@ -24,23 +24,37 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
     """All prompts of a JSONL file. Raises one ValueError with every malformed line (the first 10 shown)."""
     path = Path(path)
     try:
-        lines = path.read_bytes().split(b"\n")
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the prompts {path}: {error.strerror}") from error
+    return parse_prompts(content, str(path))
+
+
+def parse_prompts(content: bytes, name: str) -> list[PromptRecord]:
+    """The same of a file's content. name: what problems call it."""
+    lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     if not lines:
-        raise ValueError(f"{path} is empty: it needs one JSON object a line, with `prompt` or `messages`")
+        raise ValueError(f"{name} is empty: it needs one JSON object a line, with `prompt` or `messages`")
     records, problems = [], []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_record(line, f"{path}:{number}"))
+            records.append(_record(line, f"{name}:{number}"))
         except ValueError as error:
-            problems.append(f"{path}:{number}: {error}")
+            problems.append(f"{name}:{number}: {error}")
     if problems:
         more = f"\n... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(f"{len(problems)} of {len(lines)} lines are malformed:\n" + "\n".join(problems[:SHOWN]) + more)
     return records
+
+
+def prompt_record(text: str, origin: str) -> PromptRecord:
+    """A record of one text that came from elsewhere. Raises ValueError where it is empty or no text."""
+    try:
+        return PromptRecord(origin, _text(text, "prompt"), None)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
 
 
 def _record(line: bytes, origin: str) -> PromptRecord:

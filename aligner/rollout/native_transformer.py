@@ -45,14 +45,16 @@ class NativeTransformer:
         sizes = work_space(shape, rows=self.rows, length=cache.length)
         self.space = {name: torch.zeros(size) for name, size in sizes.items()}
         self.logits = self.space.pop("logits").view(self.rows, shape.vocab_size)
-        self.cos, self.sin = rope_tables(
-            cache.length,
-            shape.kv_channels,
-            base=shape.rotary_base,
-            scaling=shape.rope_scaling,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        self.cos = self.sin = None
+        if not shape.gpt2_style:
+            self.cos, self.sin = rope_tables(
+                cache.length,
+                shape.kv_channels,
+                base=shape.rotary_base,
+                scaling=shape.rope_scaling,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+            )
         self.at = np.arange(self.rows)
         self.sample = native.Sampler(self.rows, shape.vocab_size)
         self.given = np.zeros((4, max(PASS_TOKENS, self.rows)), np.int64)  # tokens, rows, positions, wanted
@@ -74,13 +76,15 @@ class NativeTransformer:
             rows=self.rows,
             length=self.cache.length,
             use_bf16=w.dtype == torch.bfloat16,
-            gated=True,
+            gated=not s.gpt2_style,
             eps=s.layernorm_epsilon,
             scale=1 / math.sqrt(s.kv_channels),
             layer=self.layers,
             head=native.c_linear(w.head.weight, w.head.bias),
             embedding=native.pointer(w.embedding),
-            final_norm=native.pointer(w.final_norm),
+            positions=native.pointer(w.positions),
+            final_norm=native.pointer(w.final_norm.weight),
+            final_shift=native.pointer(w.final_norm.bias),
             cosines=native.pointer(self.cos),
             sines=native.pointer(self.sin),
             keys=native.pointer(self.cache.keys),
@@ -93,8 +97,10 @@ class NativeTransformer:
         linears = {"qkv": layer.qkv, "out": layer.out, "up": layer.gate_up, "down": layer.down}
         return native.CLayer(
             **{name: native.c_linear(linear.weight, linear.bias) for name, linear in linears.items()},
-            attention_norm=native.pointer(layer.attention_norm),
-            mlp_norm=native.pointer(layer.mlp_norm),
+            attention_norm=native.pointer(layer.attention_norm.weight),
+            attention_shift=native.pointer(layer.attention_norm.bias),
+            mlp_norm=native.pointer(layer.mlp_norm.weight),
+            mlp_shift=native.pointer(layer.mlp_norm.bias),
             qk_norms=native.pointer(layer.qk_norms),
         )
 

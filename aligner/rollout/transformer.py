@@ -1,4 +1,4 @@
-"""The forward pass of the torch engine: Llama, Qwen2 and Qwen3, inference only.
+"""The forward pass of the torch engine: Llama, Qwen2, Qwen3 and GPT-2, inference only.
 
 Legend: n rows of a decode step or tokens of a prefill, u pieces of prompts, T the longest of them, H query heads, K KV heads, D head size,
 G = H / K, V vocabulary, f the MLP's width."""
@@ -26,14 +26,15 @@ class Transformer:
     def __init__(self, shape: ModelShape, weights: Weights, cache: KVCache):
         self.shape, self.weights, self.cache = shape, weights, cache
         self.device = weights.device
-        self.cos, self.sin = rope_tables(
-            cache.length,
-            shape.kv_channels,
-            base=shape.rotary_base,
-            scaling=shape.rope_scaling,
-            dtype=weights.dtype,
-            device=self.device,
-        )
+        if not shape.gpt2_style:
+            self.cos, self.sin = rope_tables(
+                cache.length,
+                shape.kv_channels,
+                base=shape.rotary_base,
+                scaling=shape.rope_scaling,
+                dtype=weights.dtype,
+                device=self.device,
+            )
         self.heads, self.groups, self.dim = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
         self.scale = 1 / math.sqrt(self.dim)
         self.kv_heads = torch.arange(self.groups, device=self.device)[None]
@@ -50,15 +51,14 @@ class Transformer:
         window = round_up(int(positions.max()) + 1)
         tokens, positions = (torch.from_numpy(x).to(self.device) for x in (tokens, positions))
         n = tokens.size(0)
-        x = F.embedding(tokens, self.weights.embedding)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        x, rotation = self._embed(tokens, positions)
         hidden = self.at[:window] > positions[:, None]
         mask = torch.zeros(n, 1, 1, window, dtype=x.dtype, device=self.device).masked_fill_(
             hidden[:, None, None], -math.inf
         )
         index = (torch.arange(n, device=self.device)[:, None], self.kv_heads, positions[:, None])
         for layer, keys, values in zip(self.weights.layers, self.cache.keys, self.cache.values):
-            query_key, value = self._qkv(layer, x, cos, sin)
+            query_key, value = self._qkv(layer, x, rotation)
             keys.index_put_(index, query_key[:, self.heads :])
             values.index_put_(index, value)
             query = query_key[:, : self.heads].reshape(n, self.groups, -1, self.dim)
@@ -75,12 +75,11 @@ class Transformer:
         tokens: u arrays [t] int64. rows [u] int64: of the cache, each of which holds everything before starts [u] int64.
         Linear layers see the tokens packed, without padding; attention sees them right-padded to [u, T]."""
         layout = PrefillLayout(tokens, rows, starts, self.device)
-        x = F.embedding(torch.from_numpy(np.concatenate(tokens)).to(self.device), self.weights.embedding)
-        cos, sin = self.cos[layout.positions][:, None], self.sin[layout.positions][:, None]
+        x, rotation = self._embed(torch.from_numpy(np.concatenate(tokens)).to(self.device), layout.positions)
         index = (layout.row_of_token[:, None], self.kv_heads, layout.positions[:, None])
         last_layer = self.weights.layers[-1]
         for layer, keys, values in zip(self.weights.layers, self.cache.keys, self.cache.values):
-            query_key, value = self._qkv(layer, x, cos, sin)
+            query_key, value = self._qkv(layer, x, rotation)
             query, key = query_key[:, : self.heads], query_key[:, self.heads :]
             keys.index_put_(index, key)
             values.index_put_(index, value)
@@ -92,16 +91,20 @@ class Transformer:
             x = self._finish(layer, x, attended)
         return self._logits(x)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.size(-1),), weight, self.shape.layernorm_epsilon)
+    def _embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Optional[tuple[Tensor, Tensor]]]:
+        """tokens and positions [n] -> x [n, h], and what rotates queries and keys there: None where positions are learned."""
+        x = F.embedding(tokens, self.weights.embedding)
+        if self.weights.positions is not None:
+            return x.add_(F.embedding(positions, self.weights.positions)), None
+        return x, (self.cos[positions][:, None], self.sin[positions][:, None])
 
-    def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x [n, h] -> rotated queries and keys [n, H + K, D], values [n, K, D]."""
-        qkv = layer.qkv(self._norm(x, layer.attention_norm)).view(x.size(0), -1, self.dim)
+    def _qkv(self, layer: Layer, x: Tensor, rotation: Optional[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """x [n, h] -> queries and keys [n, H + K, D], rotated unless positions are learned; values [n, K, D]."""
+        qkv = layer.qkv(layer.attention_norm(x)).view(x.size(0), -1, self.dim)
         query_key, value = qkv[:, : self.heads + self.groups], qkv[:, self.heads + self.groups :]
         if layer.qk_norms is not None:
             query_key = F.rms_norm(query_key, (self.dim,), None, self.shape.layernorm_epsilon) * layer.qk_norms
-        return rotate(query_key, cos, sin), value
+        return query_key if rotation is None else rotate(query_key, *rotation), value
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """query [n, K, G, D], keys and values [n, K, window, D], mask [n, 1, 1, window] added -> [n, K, G, D].
@@ -117,12 +120,14 @@ class Transformer:
     def _finish(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, each added to its input."""
         x = layer.out(attended).add_(x)
-        gate_up = layer.gate_up(self._norm(x, layer.mlp_norm))
+        gate_up = layer.gate_up(layer.mlp_norm(x))
+        if self.shape.gpt2_style:
+            return layer.down(F.gelu(gate_up, approximate="tanh")).add_(x)
         half = gate_up.size(-1) // 2
         return layer.down(F.silu(gate_up[:, :half]).mul_(gate_up[:, half:])).add_(x)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.weights.head(self._norm(x, self.weights.final_norm)).float()
+        return self.weights.head(self.weights.final_norm(x)).float()
 
 
 class PrefillLayout:

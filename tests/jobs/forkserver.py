@@ -18,7 +18,7 @@ PRELOADED = (
     "aligner.algorithms.critic_job",
     "aligner.config.load",
     "aligner.rewards.source",
-    "aligner.rollout.torch_engine",
+    "aligner.rollout.offline",
     "aligner.runtime.report",
     "aligner.serving.client",
     "aligner.serving.local",
@@ -73,8 +73,10 @@ def say(message: dict) -> None:
 def become(request: dict) -> None:
     """Turn this forked process into the rank that was asked for."""
     os.setsid()
-    for number, path in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with Ctrl-C ignored
+    os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)
+    for number, path in ((1, request["stdout"]), (2, request["stderr"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     os.environ.clear()
     os.environ.update(request["environment"])
     if request["largest_file"] is not None:

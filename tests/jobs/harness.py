@@ -158,12 +158,15 @@ class Launcher:
         fault: Optional[str] = None,
         largest_file: Optional[int] = None,
         folder: Path = REPO,
+        stdin: str = os.devnull,
+        stdout: Optional[Path] = None,
     ) -> Job:
-        """A job with exactly these arguments. fault: `point:step` at which its ranks kill themselves."""
+        """A job with exactly these arguments. fault: `point:step` at which its ranks kill themselves. stdout: a file or a FIFO."""
         name = f"job{len(self.jobs)}_{Path(script).stem}"
         output, errors = self.runs / f"{name}.out", self.runs / f"{name}.err"
         for file in (output, errors):
             file.write_text("")
+        output = stdout or output
         more = {MARK: str(errors)} | ({} if fault is None else {"ALIGNER_FAULT": fault})
         port = free_port()
         pids = []
@@ -173,6 +176,7 @@ class Launcher:
             request = {
                 "argv": [str(REPO / script), *overrides],
                 "environment": environment(PYTHONPATH=str(REPO), **more),
+                "stdin": str(stdin),
                 "stdout": str(output),
                 "stderr": str(errors),
                 "folder": str(folder),

@@ -232,9 +232,11 @@ def test_bytes_are_those_of_weights_and_cache(llama):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_bfloat16_is_close_to_float32(llama, kernel):
-    done = tiny_engine("llama", llama, dtype=torch.bfloat16, kernel=kernel).generate(requests(new=6))
-    differences = np.concatenate([np.abs(np.array(c.logprobs) - hf_logprobs(llama, c, 1.0)) for c in done])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bfloat16_is_close_to_float32(family, kernel):
+    model = tiny_hf(family)
+    done = tiny_engine(family, model, dtype=torch.bfloat16, kernel=kernel).generate(requests(new=6))
+    differences = np.concatenate([np.abs(np.array(c.logprobs) - hf_logprobs(model, c, 1.0)) for c in done])
     assert differences.max() < 0.5 and differences.mean() < 0.05
 
 

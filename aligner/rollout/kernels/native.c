@@ -1,4 +1,4 @@
-/* The torch engine's forward pass on a CPU: decode and prefill of Llama-like models with few rows at a time.
+/* The torch engine's forward pass on a CPU: decode and prefill of Llama-like models and GPT-2, few rows at a time.
  *
  * BLAS libraries are made for large square products. A decode step multiplies 1 to some hundred rows with every weight once, where
  * they reach a third of what the machine can do; the kernels here read each weight once, at the speed of the memory or of the FMA units,
