@@ -284,7 +284,7 @@ def _raw(rng: np.random.Generator) -> Hostile:
             "datatype", path, *lying(which, datatype=_pick(rng, ("FP64", "UINT8", "", "NONE", 7)))
         ),
         "shared memory": lambda: _headed("shared memory", path, *lying(which, parameters=shared)),
-        "name": lambda: _headed("name", path, *lying(which, name=_pick(rng, ("", "tokens\0", "../x", 7)))),
+        "name": lambda: _headed("name", path, *lying(which, name=_pick(rng, ("", "other\0", "../x", 7)))),
         "string length": lambda: Hostile(
             "string length", path, body[:-8] + b"\xff\xff\xff\x7f" + body[-4:], {HEADER_LENGTH: str(head)}
         ),

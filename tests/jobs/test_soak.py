@@ -39,7 +39,14 @@ def connect(file: Path, *, trains: bool = False) -> RemoteCritic:
         time.sleep(0.1)
     token = access.read_token(Path(info.token_file)) if info.token_file else None
     theirs = Contract.of(fetch_status(info.host, info.port, token=token))
-    ours = replace(theirs, step=None, mini_batch_size=None, max_rows=None)
+    known_here = (
+        "step",
+        "train_rows",
+        "infer_rows",
+        "mini_batch_size",
+        "max_rows",
+    )  # infer_rows of a status counts rows served
+    ours = replace(theirs, **dict.fromkeys(known_here))
     return RemoteCritic(ours, CriticClientConfig(), endpoint_file=file, trains=trains, say=lambda text: None)
 
 
