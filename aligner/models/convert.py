@@ -46,7 +46,7 @@ def hf_to_nemo(source: Path, output: Path, *, progress: Progress) -> ModelShape:
     topology = start(ParallelConfig(), seed=0)
     chunks = build_model(shape, topology, head=shape.head, dtype=dtype, initialise=False)
     load_hf(chunks, shape, topology, _Counted(tensors, progress))
-    with _complete(output) as partial:
+    with complete_folder(output) as partial:
         copy_tokenizer_files(source, partial / TOKENIZER)
         save_weights(chunks, shape, topology, partial)
     progress(f"{output}: {WEIGHTS}/, model_config.yaml, {TOKENIZER}/")
@@ -63,9 +63,8 @@ def nemo_to_hf(source: Path, output: Path, *, progress: Progress) -> ModelShape:
     progress(f"{source}: {shape.family}, {shape.num_layers} layers, stored as {_name(dtype)}")
     chunks = build_model(shape, topology, head=shape.head, dtype=dtype, initialise=False)
     load_weights(chunks, shape, topology, source)
-    with _complete(output) as partial:
-        copy_tokenizer(source, partial)
-        _flatten_tokenizer(partial)
+    with complete_folder(output) as partial:
+        flat_tokenizer(source, partial)
         config |= special_ids(partial)
         (partial / "config.json").write_text(json.dumps(config, indent=1))
         total = len(hf_names(shape))
@@ -83,11 +82,11 @@ def refuse_existing(output: Path) -> None:
 def publish(folder: Path, output: Path) -> None:
     """Copy a folder to `output`, which appears only when it is complete. Raises ValueError where there is something already."""
     refuse_existing(output)
-    with _complete(output) as partial:
+    with complete_folder(output) as partial:
         shutil.copytree(folder, partial, dirs_exist_ok=True)
 
 
-class _complete:
+class complete_folder:
     """A folder beside `output` that takes its name when the block ends well, and is removed when it does not."""
 
     def __init__(self, output: Path):
@@ -110,8 +109,10 @@ class _complete:
         self.partial.rename(self.output)
 
 
-def _flatten_tokenizer(folder: Path) -> None:
-    """tokenizer/X -> X: Hugging Face keeps them beside the weights."""
+def flat_tokenizer(source: Path, folder: Path) -> None:
+    """The files of the checkpoint's tokenizer/, in `folder` itself: Hugging Face keeps them beside the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(source, folder)
     inner = folder / TOKENIZER
     if inner.is_dir():
         for file in inner.iterdir():
