@@ -19,6 +19,7 @@ def main() -> int:
     from aligner.algorithms import assemble
     from aligner.algorithms.agreement import on_all
     from aligner.parallel.startup import shutdown
+    from aligner.trtllm.build import build_engine
 
     job = assemble.start_job(config, "actor")
     samples = assemble.load_samples(config, job)
@@ -29,7 +30,9 @@ def main() -> int:
     reward = assemble.own_reward(config, job) or on_all(lambda: connect_reward(config, job), job.topology)
     # A critic whose address is given answers at once or never; another may start while the policy is built.
     critic = on_all(lambda: connect_critic(config, job), job.topology) if config.critic.endpoint else None
-    policy, engine = assemble.build_policy(config, job.topology), build_engine(config, job)
+    policy = assemble.build_policy(config, job.topology)
+    how = {"dtype": job.engine_dtype(config), "tokenizer": job.tokenizer}
+    engine = on_all(lambda: build_engine(config, job.shape, job.topology, **how), job.topology)
     critic = critic or on_all(lambda: connect_critic(config, job), job.topology)
     job.record(**assemble.facts(policy, engine, critic, samples))
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": reward}
@@ -40,25 +43,6 @@ def main() -> int:
         part.close()
     shutdown()
     return stop.exit_code
-
-
-def build_engine(config, job):
-    from aligner.config.groups import EngineKind
-    from aligner.parallel.device import DEVICE
-    from aligner.rollout.torch_engine import TorchEngine
-
-    if config.engine.kind is EngineKind.trtllm:
-        raise UserError("engine.kind=trtllm is not there yet: use engine.kind=torch, which runs on CPU and GPU")
-    limits = {name: getattr(config.engine, name) for name in ("max_batch_size", "max_input_len", "max_output_len")}
-    return TorchEngine(
-        job.shape,
-        **limits,
-        dtype=job.engine_dtype(config),
-        device=DEVICE,
-        certify=config.refit.certify,
-        use_native=config.engine.native,
-        token_bytes=job.tokenizer.token_bytes() if config.sampling.stop_strings else None,
-    )
 
 
 def connect_reward(config, job):

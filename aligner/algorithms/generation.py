@@ -127,9 +127,11 @@ class Generation:
         return Answers(scores, values, bootstrap)
 
     def _share(self, requests: list[Request]) -> list[Request]:
-        """Contiguous, so that the responses of one prompt stay on one rank and share its prefill."""
-        world, rank = self.topology.world_size, self.topology.rank
-        return requests[len(requests) * rank // world : len(requests) * (rank + 1) // world]
+        """Contiguous, so that the responses of one prompt stay on one engine and share its prefill. Nothing where another rank has the
+        engine."""
+        engines = self.topology.world_size // self.engine.ranks
+        mine, place = divmod(self.topology.rank, self.engine.ranks)
+        return [] if place else requests[len(requests) * mine // engines : len(requests) * (mine + 1) // engines]
 
     def _ask(self, chunk: list[Completion], samples: dict[int, Sample], pending: Pending, values: bool) -> None:
         chunk = sorted(chunk, key=lambda c: c.sample_id)

@@ -234,7 +234,9 @@ class SamplingConfig:
 @dataclass
 class EngineConfig:
     kind: EngineKind = EngineKind.torch
-    """torch: the embedded engine, on CPU or GPU; trtllm: TensorRT-LLM."""
+    """torch: the embedded engine, on CPU or GPU; trtllm: TensorRT-LLM (docs/tensorrt-llm.md)."""
+    tensor: Optional[int] = None
+    """Consecutive ranks of one node that share a TensorRT-LLM engine, its tensor parallelism; absent: parallel.tensor."""
     max_batch_size: int = 64
     """Sequences an engine decodes at once; fixed at build."""
     max_input_len: int = 512
@@ -249,6 +251,10 @@ class EngineConfig:
     """torch engine on a CPU: compile its kernels with the C compiler at hand, where they are the fastest; false: torch's own."""
     offload_during_training: bool = False
     """Give the engine's KV cache and weights back while the policy trains."""
+    memory_fraction: float = 0.4
+    """Share of the free GPU memory that TensorRT-LLM takes for its KV cache."""
+    timeout: float = 1200.0
+    """Deadline of each call to TensorRT-LLM (start, a bucket of weights, giving memory back ...), in seconds."""
 
 
 @dataclass
@@ -258,6 +264,8 @@ class RefitConfig:
     sync_every: int = 1
     """Policy updates (steps that train) between refits. Above 1 the engine samples from older weights, which ppo.importance_cap has to
     correct. Before a validation and after a checkpoint the engine is refitted all the same."""
+    bucket_mb: int = 512
+    """Weights that are sent to TensorRT-LLM at once, in MB: copies of them are held on each GPU meanwhile."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from aligner.config.groups import (
     Truncation,
 )
 from aligner.config.jobs import ActorConfig
+from aligner.config.validate_rollout import rollout_problems
 from aligner.config.validate_scoring import budget_problems, critic_trust_problems, reward_problems, served_problems
 
 POSITIVE = [
@@ -33,6 +34,10 @@ POSITIVE = [
     "engine.max_batch_size",
     "engine.max_input_len",
     "engine.max_output_len",
+    "engine.tensor",
+    "engine.memory_fraction",
+    "engine.timeout",
+    "refit.bucket_mb",
     "ppo.rollout_batch_size",
     "ppo.samples_per_prompt",
     "ppo.mini_batch_size",
@@ -116,10 +121,8 @@ AT_MOST = {
 }
 
 AT_MOST_ONE = ["optim.beta1", "optim.beta2", "ppo.gamma", "ppo.lam", "data.holdout", "critic.value_normalisation_rate"]
+AT_MOST_ONE += ["engine.memory_fraction"]
 AT_MOST_ONE += [f"{group}.{name}" for group in ("sampling", "validation") for name in ("top_p", "min_p")]
-
-# Each changes the distribution that is sampled from; the policy's log-probs, which the ratio is made of, know the temperature alone
-BIASED_IN_TRAINING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_output_len": 0}
 
 
 def problems(config: Any) -> list[str]:
@@ -131,8 +134,7 @@ def problems(config: Any) -> list[str]:
     found += reward_problems(config.reward)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
-        found += [*_actor(config), *_sampling(config), *_data(config), *_algorithm(config)]
-        found += _refit(config)
+        found += [*_actor(config), *rollout_problems(config), *_data(config), *_algorithm(config)]
     else:
         found += served_problems(config)
     return found
@@ -232,24 +234,6 @@ def _actor(config: ActorConfig) -> Iterator[str]:
         yield f"critic.local_overrides needs critic.place=local, and it is {critic.place.name}"
 
 
-def _sampling(config: ActorConfig) -> Iterator[str]:
-    chosen = {name: getattr(config.sampling, name) for name in BIASED_IN_TRAINING}
-    given = [(name, value) for name, value in chosen.items() if value != BIASED_IN_TRAINING[name]]
-    if given:
-        said = ", ".join(f"sampling.{name}={value}" for name, value in given)
-        yield (
-            f"{said}: training samples from the policy's own distribution, or the ratio of log-probs would be biased; leave it out "
-            f"(validation.{given[0][0]} and generate.py may use it)"
-        )
-    if "" in config.sampling.stop_strings:
-        yield "sampling.stop_strings holds an empty string, which every response would end with"
-    longest = config.engine.max_output_len
-    if config.validation.min_output_len > longest:
-        yield f"validation.min_output_len={config.validation.min_output_len} exceeds engine.max_output_len={longest}"
-    if wrong := [i for i in config.sampling.stop_token_ids if i < 0]:
-        yield f"sampling.stop_token_ids={config.sampling.stop_token_ids} must not hold {wrong[0]}: ids count from 0"
-
-
 def _algorithm(config: ActorConfig) -> Iterator[str]:
     ppo, place = config.ppo, config.critic.place
     if ppo.advantage is Advantage.gae and place is CriticPlace.none:
@@ -264,22 +248,6 @@ def _algorithm(config: ActorConfig) -> Iterator[str]:
         yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coefficient by factors: it must start above 0"
     if ppo.reward_scale is RewardScale.group and ppo.samples_per_prompt == 1:
         yield "ppo.reward_scale=group needs ppo.samples_per_prompt > 1: a score alone is its own mean"
-
-
-def _refit(config: ActorConfig) -> Iterator[str]:
-    every, cap = config.refit.sync_every, config.ppo.importance_cap
-    if every > 1 and cap is None:
-        yield (
-            f"refit.sync_every={every} trains on responses of older weights, which biases the policy without a correction: "
-            "set ppo.importance_cap (2 is usual), or refit.sync_every=1"
-        )
-    if cap is not None and 0 < cap < 1:
-        yield f"ppo.importance_cap={cap:g} must be at least 1: less would cut tokens that engine and policy agree on"
-    if every > 1 and config.engine.offload_during_training:
-        yield (
-            f"refit.sync_every={every} needs the engine to keep its weights, and engine.offload_during_training=true gives them back "
-            "each step: set one of them to its default"
-        )
 
 
 def _data(config: ActorConfig) -> Iterator[str]:

@@ -46,6 +46,8 @@ class RolloutEngine(Protocol):
     certify: Certify
     nbytes: int
     """Weights and cache, while in use."""
+    ranks: int
+    """Consecutive ranks that share the engine: all call refit, pause, resume and close, the first alone takes requests."""
 
     def refit(self, update: WeightUpdate) -> RefitCertificate: ...
 

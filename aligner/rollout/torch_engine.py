@@ -34,6 +34,8 @@ class TorchEngine:
     `nbytes` = weight_nbytes + cache_nbytes, held while in use. A sample depends on (seed, sample_id, stream, position) and the
     logits alone. Raises ValueError where the build does not fit the model or the free memory."""
 
+    ranks = 1
+
     def __init__(
         self,
         shape: ModelShape,

@@ -87,6 +87,8 @@ def become(request: dict) -> None:
     os.chdir(request["folder"])
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(request["argv"][0])
+    if request["packages"] is not None:
+        sys.path.insert(1, request["packages"])
 
 
 if __name__ == "__main__":

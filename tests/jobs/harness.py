@@ -160,8 +160,10 @@ class Launcher:
         folder: Path = REPO,
         stdin: str = os.devnull,
         stdout: Optional[Path] = None,
+        packages: Optional[Path] = None,
     ) -> Job:
-        """A job with exactly these arguments. fault: `point:step` at which its ranks kill themselves. stdout: a file or a FIFO."""
+        """A job with exactly these arguments. fault: `point:step` at which its ranks kill themselves. stdout: a file or a FIFO. packages:
+        a folder to import from."""
         name = f"job{len(self.jobs)}_{Path(script).stem}"
         output, errors = self.runs / f"{name}.out", self.runs / f"{name}.err"
         for file in (output, errors):
@@ -181,6 +183,7 @@ class Launcher:
                 "stderr": str(errors),
                 "folder": str(folder),
                 "largest_file": largest_file,
+                "packages": packages and str(packages),
             }
             pids.append(self.server.start(request))
         self.jobs.append(Job(self.server, pids, output, errors))

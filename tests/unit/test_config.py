@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.config import keys
-from aligner.config.groups import Advantage, CriticPlace, Resume, RewardKind, Schedule
+from aligner.config.groups import Advantage, CriticPlace, EngineKind, Resume, RewardKind, Schedule
 from aligner.config.jobs import JOBS, ActorConfig, CriticConfig
 from aligner.config.load import CONF, load, to_dict, to_yaml
 from aligner.config.validate import problems as cross_problems
@@ -114,6 +114,18 @@ def test_settings_that_fit_have_no_problems():
         ({**NO_CRITIC, "reward__kind": RewardKind.model}, "reward.kind=model needs a job"),
         ({**NO_CRITIC, "ppo__critic_warmup_steps": 2}, "ppo.critic_warmup_steps=2 needs a critic"),
         ({"optim__schedule": Schedule.cosine}, "needs optim.decay_steps (0) greater than optim.warmup_steps (0)"),
+        ({"engine__tensor": 2}, "engine.tensor=2 needs engine.kind=trtllm"),
+        ({"engine__kind": EngineKind.trtllm, "engine__timeout": 3000.0}, "must be at least engine.timeout=3000"),
+        (
+            {"engine__kind": EngineKind.trtllm, "ppo__importance_cap": 2.0, "sampling__temperature": 0.7},
+            "whether TensorRT-LLM's are those of sampling.temperature=0.7 was never verified",
+        ),
+        (
+            {"engine__kind": EngineKind.trtllm, "validation__min_p": 0.1},
+            "validation.min_p=0.1 is not there with engine",
+        ),
+        ({"engine__memory_fraction": 1.5}, "engine.memory_fraction=1.5 must lie between 0 and 1"),
+        ({"refit__bucket_mb": 0}, "refit.bucket_mb=0 must be greater than 0"),
         ({"optim__min_lr": 1.0}, "optim.min_lr=1.0 exceeds optim.lr=1e-06"),
         ({"data__prompts": "absent.jsonl"}, "exactly one of data.prompts and data.task"),
         ({"data__prompts": "absent.jsonl"}, "data.prompts=absent.jsonl: there is no such file"),

@@ -15,6 +15,8 @@ from aligner.data.batch import Completion, CriticAnswer, Request, Sample, Score
 class ScriptedEngine:
     """Finishes requests in reverse order, two at a time. The response of sample i is [i, i + 1]."""
 
+    ranks = 1
+
     def submit(self, requests):
         self.left = list(requests)
 
@@ -120,3 +122,15 @@ def test_ranks_share_the_requests_without_gap_or_overlap(world):
         shares.append([r.sample_id for r in phase._share(asked)])
     assert [i for share in shares for i in share] == list(range(7))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_first_rank_of_each_group_has_the_requests_of_all():
+    """Four ranks, two an engine: the leaders share as two ranks would, the others have none."""
+    asked, _ = requests(7)
+    shares = []
+    for rank in range(4):
+        phase = generation(ScriptedCritic())
+        phase.engine.ranks = 2
+        phase.topology = SimpleNamespace(world_size=4, rank=rank)
+        shares.append([r.sample_id for r in phase._share(asked)])
+    assert shares == [[0, 1, 2], [], [3, 4, 5, 6], []]

@@ -1,0 +1,13 @@
+from tensorrt_llm._contract import Settings
+
+
+class SamplingParams(Settings):
+    pass
+
+
+class KvCacheConfig(Settings):
+    pass
+
+
+class CudaGraphConfig(Settings):
+    pass
