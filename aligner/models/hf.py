@@ -93,7 +93,7 @@ def export_hf(chunks: list[torch.nn.Module], shape: ModelShape, topology: Topolo
     A collective over pipeline and tensor groups: consume it whole, on all ranks. Tensors have the model's dtype and are on DEVICE. They
     may share memory with the parameters: copy what outlives the next update.
 
-    What exists beside the model at a time, if the caller keeps nothing, is at most one layer, or the embedding and its shard."""
+    What exists beside the model at a time, if the caller keeps nothing, is at most one layer, or twice the embedding."""
     own = {(unit.megatron, unit.layer): parameter.detach() for unit, parameter in local_parameters(chunks, shape)}
     if shape.head == "lm" and shape.tied and not topology.is_first_stage:
         own.pop((embedding_unit(shape).megatron, None), None)  # the first stage's is the one that is sent
