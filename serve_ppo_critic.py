@@ -32,12 +32,13 @@ def main() -> int:
         should_stop=lambda: stop.stopping,
         grid=job.grid,
         timeout=config.parallel.timeout,
+        stacks=job.stacks,
         on_ready=lambda info: job.record(endpoint=info.address),
     )
     log.info("the critic job ends: %s", reason)
     backend.close()
     shutdown()
-    return 0
+    return stop.exit_code
 
 
 if __name__ == "__main__":

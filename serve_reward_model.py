@@ -33,12 +33,14 @@ def main() -> int:
         should_stop=lambda: stop.stopping,
         grid=job.grid,
         timeout=config.parallel.timeout,
+        stacks=job.stacks,
+        drains=False,
         on_ready=lambda info: job.record(endpoint=info.address),
     )
     log.info("the reward job ends: %s", reason)
     backend.close()
     shutdown()
-    return 0
+    return stop.exit_code
 
 
 if __name__ == "__main__":

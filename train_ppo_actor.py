@@ -76,7 +76,8 @@ def connect_critic(config, job):
         backend = build_critic_job(load(CriticConfig, overrides, config.critic.local_config), job)
         return LocalCritic.fitting(contract, backend)
     file = job.folder.endpoints / "critic.json"
-    return RemoteCritic(contract, config.critic, endpoint_file=file, trains=job.topology.is_reporter, say=log.info)
+    how = {"trains": job.topology.is_reporter, "journal": job.folder.journal, "stacks": job.stacks, "say": log.info}
+    return RemoteCritic(contract, config.critic, endpoint_file=file, **how)
 
 
 if __name__ == "__main__":

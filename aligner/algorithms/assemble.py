@@ -35,8 +35,11 @@ from aligner.runtime.log import setup_logging
 from aligner.runtime.recorder import Recorder
 from aligner.runtime.report import write_report
 from aligner.runtime.run_folder import RunFolder
+from aligner.runtime.stacks import Stacks
 
 log = logging.getLogger(__name__)
+
+HUNG = 0.9  # of parallel.timeout: a rank's stacks are written before its collective is given up
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Job:
     shape: ModelShape
     tokenizer: Tokenizer
     lock: Any
+    stacks: Stacks
 
     @property
     def grid(self) -> str:
@@ -83,7 +87,8 @@ def start_job(config: Any, name: str) -> Job:
     setup_logging(folder.logs, job=name, rank=launch.rank)
     with opened(Path(config.model.checkpoint), topology, only=TOKENIZER) as checkpoint:
         tokenizer = Tokenizer(checkpoint / TOKENIZER)
-    return Job(name, topology, folder, shape, tokenizer, lock)
+    stacks = Stacks(folder.stacks(name, launch.rank))
+    return Job(name, topology, folder, shape, tokenizer, lock, stacks)
 
 
 def _hold(folder: RunFolder, name: str, settings: str) -> RunLock:
@@ -167,7 +172,7 @@ def build_trainer(
         topology=job.topology,
         chunk_size=config.critic.infer_batch_size,
         pad_id=job.tokenizer.pad_id,
-        answer_deadline=config.critic.request_timeout,
+        answer_deadline=config.critic.patience,
     )
     recorder = _recorder(config, job, resumed)
     generation.on_progress = recorder.detail
@@ -194,7 +199,7 @@ def build_trainer(
             policy=policy,
             critic=critic,
             topology=job.topology,
-            critic_deadline=config.critic.request_timeout,
+            critic_deadline=config.critic.patience,
         ),
         recorder=recorder,
         train_samples=samples.train,
@@ -203,7 +208,13 @@ def build_trainer(
 
 
 def _recorder(config: ActorConfig, job: Job, resumed: Optional[int]) -> Recorder:
-    how = {"resumed": resumed, "synchronise": synchronise if ON_GPU else None, "on_phase": thread_setter(config)}
+    set_threads = thread_setter(config)
+
+    def on_phase(name: str) -> None:
+        job.stacks.expect(HUNG * config.parallel.timeout)
+        set_threads(name)
+
+    how = {"resumed": resumed, "synchronise": synchronise if ON_GPU else None, "on_phase": on_phase}
     writes = on_reporter(lambda: Recorder(config, job.folder, settings=to_dict(config), **how), job.topology)
     return writes or Recorder(config, None, **how)
 

@@ -20,8 +20,11 @@ from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
 from aligner.models.critic import CriticMiniBatch, CriticModel
 from aligner.models.reward_model import RewardModel
+from aligner.models.trainable import Saving
+from aligner.parallel.collectives import gather_objects
 from aligner.parallel.device import computing_with
 from aligner.rewards.source import build_reward
+from aligner.runtime import faults
 from aligner.serving.backend import Refused
 from aligner.serving.hello import NO_REWARD
 
@@ -47,6 +50,7 @@ class CriticJob:
         self.reward, self.reward_model = reward, reward_model
         self.identity = identity
         self.step = 0
+        self._saving: Optional[Saving] = None
         self._initial = (
             True  # whether the weights are those that the job began with; a step that failed half-way leaves others
         )
@@ -59,6 +63,7 @@ class CriticJob:
 
     def infer(self, rows: CriticRows) -> tuple[Tensor, Tensor, Optional[list[Score]]]:
         """Values [b, S] and bootstrap [b] (0 where terminated), and the reward model's scores where there is one."""
+        faults.reach("critic_infer", self.step + 1)
         scores = model_scores(self.reward_model, rows)
         if not rows.values:
             return torch.zeros(rows.tokens.shape), torch.zeros(len(rows.lengths)), scores
@@ -75,6 +80,7 @@ class CriticJob:
             )
         self._initial = False
         self.critic.observe(batch.returns, batch.mask)
+        faults.reach("critic_train", step)
         seed, size = self.config.run.seed, settings.mini_batch_size
         orders = [mini_batches(rows, size, seed=seed, step=step, epoch=epoch) for epoch in range(settings.epochs)]
         batches = (_mini_batch(batch, chosen) for order in orders for chosen in order)
@@ -83,19 +89,40 @@ class CriticJob:
                 batches, self.critic.train, step=step, keep_batch=lambda name, b: self.keep_batch(f"critic_{name}", b)
             )
         self.step = step
+        faults.reach("critic_trained", step)
         return metrics
 
-    def prepare_save(self, step: int, folder: Path) -> None:
+    def prepare_save(self, step: int, folder: Path, *, beside: bool) -> None:
         """First phase of a paired save: everything is under `folder`, valid once the actor commits."""
         if step != self.step:
             raise Refused(f"asked to save the critic of step {step}, but the last step applied is {self.step}")
-        self.critic.save(folder, extra={"step": self.step})
+        faults.reach("critic_save", step)
+        self._saving = self.critic.save(folder, extra={"step": self.step}, beside=beside)
+        if beside:
+            faults.reach("critic_copied", step)
+        else:
+            faults.reach("critic_saved", step)
+
+    def saved(self) -> bool:
+        """Whether the save that was begun last is whole on every rank."""
+        if not all(gather_objects(self._saving.ready, self.critic.topology.cpu_group)):
+            return False
+        self._saving.finish()
+        faults.reach("critic_saved", self.step)
+        return True
 
     def commit(self, step: int) -> None:
+        faults.reach("critic_commit", step)
         log.info("checkpoint pair of step %d is committed", step)
 
     def restore(self, step: int, folder: Optional[Path]) -> None:
         """Back to a committed pair, or to the initial weights where folder is None."""
+        faults.reach("critic_restore", step)
+        if (
+            self._saving is not None
+        ):  # of an actor that is no longer: nobody asks for it, and its folder may be used again
+            self._saving.abandon()
+            self._saving = None
         if folder is None:
             if not self._initial:
                 self.critic.reset()
@@ -108,7 +135,7 @@ class CriticJob:
         self.step = step
 
     def status(self) -> dict[str, Any]:
-        return {**self.identity, "step": self.step}
+        return {**self.identity, "step": self.step, "weight_version": self.critic.step_count}
 
     def close(self) -> None:
         if self.reward is not None:
@@ -142,6 +169,8 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
             **served_contract(config, job, scores=scores, max_length=min(positions)),
             "mini_batch_size": config.critic.mini_batch_size,
             "max_rows": config.serving.max_rows,
+            "head": critic.shape.head,
+            "dtype": str(critic.model.dtype).removeprefix("torch."),
         },
         **({"keep_batch": job.folder.keep_batch} if job.topology.is_reporter else {}),
     )
@@ -170,6 +199,7 @@ def actor_contract(config: ActorConfig, job: Job) -> dict[str, Any]:
         **served_contract(config, job, scores=scores, max_length=_longest(config)),
         "train_rows": config.ppo.rollout_batch_size * config.ppo.samples_per_prompt,
         "infer_rows": config.critic.infer_batch_size,
+        "reward_normalisation": config.ppo.reward_scale.value,
     }
 
 

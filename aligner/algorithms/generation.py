@@ -76,14 +76,15 @@ class Generation:
         self.on_progress: Callable[[str], None] = lambda text: None  # told in words how far this rank's share is
 
     def run(
-        self, requests: list[Request], samples: dict[int, Sample], *, values: bool = True
+        self, requests: list[Request], samples: dict[int, Sample], *, critic_step: Optional[int]
     ) -> tuple[Rollouts, Pending]:
         """Generate the world's `requests` (each rank its own share) and return all of them on every rank, with the answers under way.
 
-        samples: sample_id -> its prompt's Sample. values: False where only scores are wanted (validation)."""
+        samples: sample_id -> its prompt's Sample. critic_step: values are those of the critic after this step; None where only scores
+        are wanted (validation)."""
         samples = {r.sample_id: with_stops(samples[r.sample_id], r.stop_strings) for r in requests}
         pending = Pending()
-        finished = on_all(lambda: self._generate(self._share(requests), samples, pending, values), self.topology)
+        finished = on_all(lambda: self._generate(self._share(requests), samples, pending, critic_step), self.topology)
         everyone = gather_objects(finished, self.topology.cpu_group)
         rollouts = collate(
             [c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor
@@ -91,7 +92,7 @@ class Generation:
         return rollouts, pending
 
     def _generate(
-        self, mine: list[Request], samples: dict[int, Sample], pending: Pending, values: bool
+        self, mine: list[Request], samples: dict[int, Sample], pending: Pending, critic_step: Optional[int]
     ) -> list[Completion]:
         """This rank's share, on this rank alone: no collectives."""
         self.engine.submit(mine)
@@ -107,7 +108,7 @@ class Generation:
             waiting += done
             self.on_progress(progress_text(finished, len(mine), time.monotonic() - began))
             while len(waiting) >= self.chunk_size or (waiting and len(finished) == len(mine)):
-                self._ask(waiting[: self.chunk_size], samples, pending, values)
+                self._ask(waiting[: self.chunk_size], samples, pending, critic_step)
                 waiting = waiting[self.chunk_size :]
         return finished
 
@@ -133,12 +134,14 @@ class Generation:
         mine, place = divmod(self.topology.rank, self.engine.ranks)
         return [] if place else requests[len(requests) * mine // engines : len(requests) * (mine + 1) // engines]
 
-    def _ask(self, chunk: list[Completion], samples: dict[int, Sample], pending: Pending, values: bool) -> None:
+    def _ask(
+        self, chunk: list[Completion], samples: dict[int, Sample], pending: Pending, critic_step: Optional[int]
+    ) -> None:
         chunk = sorted(chunk, key=lambda c: c.sample_id)
         fields = [samples[c.sample_id].fields for c in chunk]
-        ask_critic = self.critic is not None and (values or self.reward is None)
+        ask_critic = self.critic is not None and (critic_step is not None or self.reward is None)
         wire = [wire_fields(f) for f in fields]
-        critic = self.critic.infer(_critic_rows(chunk, wire, self.pad_id, values)) if ask_critic else None
+        critic = self.critic.infer(_critic_rows(chunk, wire, self.pad_id, critic_step)) if ask_critic else None
         reward = self.reward.score(_score_rows(chunk, fields)) if self.reward is not None else None
         pending.add([c.sample_id for c in chunk], critic, reward)
 
@@ -155,7 +158,7 @@ def with_stops(sample: Sample, stop_strings: tuple[str, ...]) -> Sample:
     return replace(sample, fields=sample.fields | {STOP_STRINGS: list(stop_strings)})
 
 
-def _critic_rows(chunk: list[Completion], fields: list[dict], pad_id: int, values: bool) -> CriticRows:
+def _critic_rows(chunk: list[Completion], fields: list[dict], pad_id: int, critic_step: Optional[int]) -> CriticRows:
     batch = collate(chunk, pad_id=pad_id)
     return CriticRows(
         tokens=batch.tokens,
@@ -164,7 +167,8 @@ def _critic_rows(chunk: list[Completion], fields: list[dict], pad_id: int, value
         sample_ids=batch.sample_ids,
         truncated=batch.truncated,
         fields=fields,
-        values=values,
+        values=critic_step is not None,
+        critic_step=critic_step,
     )
 
 

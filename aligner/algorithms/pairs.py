@@ -1,20 +1,47 @@
 """Paired checkpoints: the actor's and the critic's of one step, valid together or not at all. The actor alone starts them."""
 
 import logging
+import shutil
 from concurrent.futures import Future
-from typing import Any, Callable, Optional, TypeVar
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Protocol, TypeVar
 
 from aligner.algorithms.agreement import on_all
 from aligner.config.groups import CheckpointConfig
 from aligner.data.interfaces import Critic
 from aligner.models.policy import Policy
+from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.topology import Topology
 from aligner.runtime import faults
 from aligner.runtime.checkpoint_folder import CheckpointFolder, folder_bytes
 from aligner.runtime.errors import disk_full_is_named
+from aligner.serving.protocol import SaveLost
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Half(Protocol):
+    """A model that is being written (models/trainable.Saving)."""
+
+    ready: bool
+
+    def finish(self) -> None: ...
+
+
+@dataclass
+class Begun:
+    """A pair on its way to disk. critic_half: on rank 0 alone, where there is a critic."""
+
+    step: int
+    own_half: Half
+    critic_half: Optional["Future[None]"]
+    validation: Optional[float]
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank has nothing to wait for."""
+        return self.own_half.ready and (self.critic_half is None or self.critic_half.done())
 
 
 class PairedCheckpoints:
@@ -34,18 +61,38 @@ class PairedCheckpoints:
         self.critic_deadline = critic_deadline
         self.folder, self.config = folder, config
         self.policy, self.critic, self.topology = policy, critic, topology
+        self._begun: Optional[Begun] = None
 
     def save(self, step: int, state: dict[str, Any], *, validation: Optional[float]) -> None:
-        """Write both halves, then COMMITTED, then drop what is no longer kept.
+        """Write both halves, then COMMITTED, then drop what is no longer kept. With checkpoint.asynchronous both halves are only begun:
+        `settle` does the rest.
 
         Raises on every rank where either half failed; the older pairs are untouched then."""
-        what = f"the checkpoint of step {step}"
+        self.settle(wait=True)
+        what, beside = f"the checkpoint of step {step}", self.config.asynchronous
         critic_half = self._agreed(what, lambda: self._start_critic(step))
         faults.reach("saving", step)
-        self._agreed(what, lambda: self._write(step, state, critic_half))
-        faults.reach("before_commit", step)
-        self._agreed(what, lambda: self._commit(step, validation))
-        log.info("checkpoint of step %d: %s", step, self.folder.step(step))
+        own_half = self._agreed(
+            what, lambda: self.policy.save(self.folder.step(step) / "actor", extra=state, beside=beside)
+        )
+        self._begun = Begun(step, own_half, critic_half, validation)
+        faults.reach("copied", step)
+        self.settle(wait=not beside)
+
+    def settle(self, *, wait: bool) -> None:
+        """Commit the pair that was begun, if both its halves are written. wait: until they are."""
+        begun = self._begun
+        if begun is None or not (wait or all(gather_objects(begun.ready, self.topology.cpu_group))):
+            return
+        self._begun = None
+        what = f"the checkpoint of step {begun.step}"
+        if self.config.asynchronous:
+            self._agreed(what, begun.own_half.finish)
+        if not self._agreed(what, lambda: self._critic_half_is_there(begun)):
+            return
+        faults.reach("before_commit", begun.step)
+        self._agreed(what, lambda: self._commit(begun.step, begun.validation))
+        log.info("checkpoint of step %d: %s", begun.step, self.folder.step(begun.step))
 
     def _agreed(self, what: str, act: Callable[[], T]) -> T:
         """Do it on every rank; where it fails on one, raise on all before the next collective."""
@@ -61,12 +108,24 @@ class PairedCheckpoints:
             return None
         if (newest := self.folder.newest()) is not None:
             self.folder.check_space(folder_bytes(self.folder.step(newest)))
-        return None if self.critic is None else self.critic.prepare_save(step, self.folder.step(step) / "critic")
+        if self.critic is None:
+            return None
+        return self.critic.prepare_save(step, self.folder.step(step) / "critic", beside=self.config.asynchronous)
 
-    def _write(self, step: int, state: dict[str, Any], critic_half: Optional["Future[None]"]) -> None:
-        self.policy.save(self.folder.step(step) / "actor", extra=state)
-        if critic_half is not None:
-            critic_half.result(timeout=self.critic_deadline)
+    def _critic_half_is_there(self, begun: "Begun") -> bool:
+        """The same on every rank; False where the critic job died while it wrote beside training, which has moved on since."""
+        lost = None
+        if begun.critic_half is not None:
+            try:
+                begun.critic_half.result(timeout=self.critic_deadline)
+            except SaveLost as error:
+                lost = str(error)
+        lost = broadcast_object(lost, 0, self.topology.cpu_group)
+        if lost is not None:
+            log.warning("the checkpoint of step %d is given up, the one before stays: %s", begun.step, lost)
+            if self.topology.is_reporter:
+                shutil.rmtree(self.folder.step(begun.step), ignore_errors=True)
+        return lost is None
 
     def _commit(self, step: int, validation: Optional[float]) -> None:
         if not self.topology.is_reporter:

@@ -77,9 +77,12 @@ class PPOTrainer:
         stopping = False
         while self.state.step < self.config.run.max_steps and not stopping:
             self.run_step()
-            stopping = broadcast_object(should_stop(), 0, self.topology.cpu_group)
-            if self.checkpoint_is_due() or stopping:
+            wishes = (should_stop(), self.critic is not None and self.critic.draining)
+            stopping, leaving = broadcast_object(wishes, 0, self.topology.cpu_group)
+            if self.checkpoint_is_due() or stopping or leaving:  # a critic job that leaves waits for the pair
                 self.save()
+            self.checkpoints.settle(wait=stopping or leaving)
+        self.checkpoints.settle(wait=True)
         return self.state
 
     def run_step(self) -> None:
@@ -89,7 +92,7 @@ class PPOTrainer:
             self.sync.follow(self.state.weight_version)
         with phase("generate"):
             samples = self.next_samples()
-            rollouts, pending = self.generation.run(self.requests(samples), samples)
+            rollouts, pending = self.generation.run(self.requests(samples), samples, critic_step=step - 1)
             rollouts.certificate = self.sync.certificate
             self.leave_generation()
         faults.reach("generated", step)
@@ -194,7 +197,7 @@ class PPOTrainer:
         outcome: object = None
         if update is not None:
             try:
-                outcome = update.result(timeout=self.config.critic.request_timeout)
+                outcome = update.result(timeout=self.config.critic.patience)
             except Exception as problem:  # whatever it is, every rank must hear of it
                 outcome = problem
         outcome = broadcast_object(outcome, 0, self.topology.cpu_group)

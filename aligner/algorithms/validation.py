@@ -57,7 +57,7 @@ class Validator:
         """None where there are no held-out prompts. Collective: every rank calls it."""
         if not self.requests:
             return None
-        rollouts, pending = self.generation.run(self.requests, self.samples, values=False)
+        rollouts, pending = self.generation.run(self.requests, self.samples, critic_step=None)
         answers = self.generation.answers(pending, rollouts)
         return Validation(validation_metrics(rollouts, answers), rollouts, answers, self.samples)
 

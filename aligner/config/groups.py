@@ -382,12 +382,22 @@ class CriticClientConfig:
     """Seconds to wait for the critic job's endpoint file and its first answer (10 where endpoint is given)."""
     request_timeout: float = 1800.0
     """Deadline of one request, in seconds."""
+    reconnect_timeout: float = 600.0
+    """Seconds to wait for a critic job that was lost to come back (at another host, port and grid if need be) before the actor job
+    ends; 0: do not wait. parallel.timeout must cover this and critic.request_timeout."""
+    heartbeat: float = 5.0
+    """Seconds between the actor job's signs of life, by which it also sees that the critic job was lost or has come back."""
     infer_batch_size: int = 16
     """Rows an inference request: finished responses are sent in chunks of this size while others generate."""
     local_config: str = "ppo_critic"
     """For place local: the critic job's configuration in conf/."""
     local_overrides: list[str] = field(default_factory=list)
     """For place local: overrides of that configuration."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a request was answered or has failed, a critic job that died and came back meanwhile included."""
+        return self.request_timeout + self.reconnect_timeout
 
 
 @dataclass
@@ -430,6 +440,12 @@ class ServingConfig:
     """Seconds between no-op broadcasts to the other ranks while idle."""
     idle_timeout: float = 1800.0
     """A critic job that no actor spoke to for this long ends, in seconds."""
+    silence: float = 60.0
+    """An actor job that says nothing for this long counts as gone, in seconds: it is told in the log, and a critic job that was told
+    to end does not wait for it."""
+    drain_timeout: float = 25.0
+    """Seconds that a critic job which was told to end (SIGTERM, SIGUSR1) serves on, so that the actor saves a pair at its step's end; a
+    scheduler's grace should be longer. 0: it ends at once, and the actor brings its successor back in step from the journal."""
     max_rows: int = 1024
     """Rows of one inference batch at most."""
     metrics_port: Optional[int] = None
@@ -447,6 +463,9 @@ class CheckpointConfig:
     """Also keep the checkpoint with the best validation."""
     at_end: bool = True
     """Save after the last step."""
+    asynchronous: bool = False
+    """Training waits only until what a pair holds is copied (which takes as much host memory again), and the pair is written meanwhile and
+    committed at the end of a later step. Where the critic job dies before, that pair is given up and the one before stays."""
 
 
 @dataclass

@@ -62,6 +62,7 @@ POSITIVE = [
     "reward.micro_batch_tokens",
     "critic.connect_timeout",
     "critic.request_timeout",
+    "critic.heartbeat",
     "critic.infer_batch_size",
     "critic.mini_batch_size",
     "critic.micro_batch_size",
@@ -71,6 +72,7 @@ POSITIVE = [
     "critic.value_clip",
     "serving.heartbeat",
     "serving.idle_timeout",
+    "serving.silence",
     "serving.max_rows",
     "checkpoint.keep_last",
     "validation.max_prompts",
@@ -94,9 +96,11 @@ NOT_NEGATIVE = [
     "ppo.critic_fallback_steps",
     "reward.format_credit",
     "critic.head_lr_multiplier",
+    "critic.reconnect_timeout",
     "serving.port",
     "serving.queue_delay_us",
     "serving.metrics_port",
+    "serving.drain_timeout",
     "checkpoint.every",
     "validation.every",
     "validation.temperature",
@@ -211,9 +215,11 @@ def _actor(config: ActorConfig) -> Iterator[str]:
             f"ppo.rollout_batch_size={ppo.rollout_batch_size} times ppo.samples_per_prompt={ppo.samples_per_prompt} is {samples} "
             f"samples a step, which is no multiple of ppo.mini_batch_size={ppo.mini_batch_size}"
         )
-    if config.parallel.timeout < critic.request_timeout and critic.place is CriticPlace.remote:
+    patience = critic.request_timeout + critic.reconnect_timeout
+    if config.parallel.timeout < patience and critic.place is CriticPlace.remote:
         yield (
-            f"parallel.timeout={config.parallel.timeout:g} must be at least critic.request_timeout={critic.request_timeout:g}: "
+            f"parallel.timeout={config.parallel.timeout:g} must be at least critic.request_timeout={critic.request_timeout:g} plus "
+            f"critic.reconnect_timeout={critic.reconnect_timeout:g}: "
             "the other ranks wait in a collective while rank 0 waits for the critic"
         )
     if critic.place is CriticPlace.none and reward.place is RewardPlace.critic:

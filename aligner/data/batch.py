@@ -153,6 +153,7 @@ class CriticRows:
     truncated: Tensor  # [b] bool
     fields: list[dict[str, Any]]  # per row, for the verifier
     values: bool = True  # False: only scores are wanted (validation); values and bootstrap come back as zeros
+    critic_step: Optional[int] = None  # the values are those of the critic after this step; None: whichever it is at
 
 
 @dataclass

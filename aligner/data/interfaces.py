@@ -74,14 +74,17 @@ class Critic(Protocol):
 
     address: str
     """Where it is, for people."""
+    draining: bool
+    """The critic job was told to end: save a pair at the next step's end, and it goes."""
 
     def infer(self, rows: CriticRows) -> "Future[CriticAnswer]": ...
 
     def train(self, step: int, batch: CriticBatch) -> "Future[dict[str, float]]":
         """One logical train request a step; applied once, whatever is repeated. Returns the critic's metrics."""
 
-    def prepare_save(self, step: int, folder: Path) -> "Future[None]":
-        """First phase: write everything under `folder` (which both jobs see), not yet valid."""
+    def prepare_save(self, step: int, folder: Path, *, beside: bool = False) -> "Future[None]":
+        """First phase: write everything under `folder` (which both jobs see), not yet valid. beside: training goes on meanwhile; the
+        Future is done when all is written."""
 
     def commit(self, step: int) -> None:
         """Second phase: the actor has written COMMITTED; older pairs may go."""

@@ -1,13 +1,11 @@
 """Weight checkpoints: torch_dist files under NeMo's names (prefix `model.`, Transformer Engine's layer names), from and to any layout."""
 
-import contextlib
 import copy
 import logging
-import queue
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,15 +15,13 @@ from aligner.models.checkpoint_folder import WEIGHTS, checkpoint_shape, copy_tok
 from aligner.models.damage import damage_is_named
 from aligner.models.heads import HEAD_BIAS_KEY, HEAD_KEY
 from aligner.models.model_config import ModelShape, write_model_config
+from aligner.models.writing import Writing, write_sharded
 from aligner.parallel.collectives import agree, gather_objects
 from aligner.parallel.topology import Topology
+from aligner.runtime.checkpoint_folder import empty_folder
 
 from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
-from megatron.core.dist_checkpointing import serialization  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # isort: skip
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 
 __all__ = ["checkpoint_shape", "load_weights", "read_sharded", "save_weights", "sharded_weights", "write_sharded"]
@@ -72,63 +68,22 @@ def save_weights(
     tokenizer_from: Optional[Path | str] = None,
 ) -> None:
     """Write model_weights/ and model_config.yaml under `folder`, and copy tokenizer/ of the checkpoint `tokenizer_from`. Collective."""
+    begin_weights(chunks, shape, topology, folder, tokenizer_from=tokenizer_from).finish()
+
+
+def begin_weights(
+    chunks: list[torch.nn.Module],
+    shape: ModelShape,
+    topology: Topology,
+    folder: Path | str,
+    *,
+    tokenizer_from: Optional[Path | str] = None,
+    beside: bool = False,
+) -> Writing:
+    """The same, complete once the Writing is finished."""
     folder = Path(folder)
     agree(_prepare(shape, folder, tokenizer_from) if topology.is_reporter else None, topology)
-    write_sharded(sharded_weights(chunks, topology), folder / WEIGHTS, topology)
-
-
-def write_sharded(state: dict[str, Any], folder: Path, topology: Topology) -> None:
-    """Write a sharded state dict as torch_dist files into an existing folder. Collective. Raises AgreedUserError or
-    AgreedError, on every rank, where a rank cannot write.
-
-    Megatron hands the writers' results over through a queue in a process of its own, which asynchronous saves need; that process
-    imports torch anew, on every rank. This save returns when all is written, so a plain queue does.
-
-    Its writers log the memory that they use, and without psutil they die of it while their parent waits for them."""
-    filesystem_async._results_queue = queue.Queue()
-    if not filesystem_async.HAVE_PSUTIL:
-        filesystem_async._process_memory = lambda: 0
-    with _failures_of_rank_0_kept() as kept:
-        try:
-            dist_checkpointing.save(state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1))
-        except (
-            CheckpointException
-        ) as failed:  # of writers; raised on every rank, but what failed is known to rank 0 alone
-            kept += [error for error, _ in failed.failures.values()]
-    said = "; ".join(sorted({str(error) for error in kept}))
-    agree(RuntimeError(f"{folder} could not be written: {said}") if kept else None, topology)
-
-
-# What rank 0 alone writes: common.pt, .metadata and metadata.json.
-_WRITES_OF_RANK_0 = (
-    (TorchCommonSaveStrategy, "save_common"),
-    (filesystem_async.FileSystemWriterAsync, "finish"),
-    (serialization, "save_config"),
-)
-
-
-@contextlib.contextmanager
-def _failures_of_rank_0_kept() -> Iterator[list[BaseException]]:
-    """Megatron lets an error of these writes out of rank 0 while the others wait for it in a collective, where only parallel.timeout
-    would end them. Here rank 0 keeps the error, leaves out the writes that would make the files look complete, and goes on."""
-    kept: list[BaseException] = []
-
-    def keeping(write: Callable[..., None]) -> Callable[..., None]:
-        def try_to(*args, **how) -> None:
-            try:
-                if not kept:
-                    write(*args, **how)
-            except Exception as error:
-                kept.append(error)
-
-        return try_to
-
-    with contextlib.ExitStack() as restoring:
-        for owner, name in _WRITES_OF_RANK_0:
-            original = getattr(owner, name)
-            restoring.callback(setattr, owner, name, original)
-            setattr(owner, name, keeping(original))
-        yield kept
+    return Writing(sharded_weights(chunks, topology), folder / WEIGHTS, topology, beside=beside)
 
 
 def read_sharded(state: dict[str, Any], folder: Path, **how: Any) -> dict[str, Any]:
@@ -144,7 +99,7 @@ def read_sharded(state: dict[str, Any], folder: Path, **how: Any) -> dict[str, A
 
 def _prepare(shape: ModelShape, folder: Path, tokenizer_from: Optional[Path | str]) -> Optional[Exception]:
     try:
-        (folder / WEIGHTS).mkdir(parents=True, exist_ok=True)
+        empty_folder(folder / WEIGHTS)
         write_model_config(shape, folder)
         if tokenizer_from is not None:
             copy_tokenizer(Path(tokenizer_from), folder)

@@ -18,7 +18,7 @@ from aligner.models.build import unwrap
 from aligner.models.checkpoint import checkpoint_shape
 from aligner.models.micro_batches import MicroBatch
 from aligner.models.policy import not_finite
-from aligner.models.trainable import TrainableModel
+from aligner.models.trainable import Saving, TrainableModel
 from aligner.models.training_state import saved_extra
 from aligner.ops.masks import clean
 from aligner.ops.value_loss import clipped_value_loss
@@ -142,8 +142,9 @@ class CriticModel:
         except FloatingPointError:
             return not_finite(values, ("value", "return", "value_clipped", "value_loss", "tokens"))
 
-    def save(self, folder: Path, *, extra: Mapping[str, Any] = {}) -> None:
-        self.model.save(folder, extra={**extra, **({SCALE: asdict(self.scale)} if self.normalises else {})})
+    def save(self, folder: Path, *, extra: Mapping[str, Any] = {}, beside: bool = False) -> Saving:
+        extra = {**extra, **({SCALE: asdict(self.scale)} if self.normalises else {})}
+        return self.model.save(folder, extra=extra, beside=beside)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Weights, optimizer and normalisation; returns what was saved as `extra`. Raises ValueError where one of the two was saved

@@ -18,7 +18,7 @@ from aligner.models.checkpoint import checkpoint_shape
 from aligner.models.hf import export_hf
 from aligner.models.micro_batches import MicroBatch
 from aligner.models.reference import make_reference
-from aligner.models.trainable import TrainableModel
+from aligner.models.trainable import Saving, TrainableModel
 from aligner.ops.masks import clean
 from aligner.ops.policy_loss import ppo_clip_loss
 from aligner.parallel.topology import Topology
@@ -166,8 +166,8 @@ class Policy:
         """(Hugging Face name, full tensor) of every weight, on every rank, layer by layer."""
         return export_hf(self.model.plain_chunks, self.shape, self.topology)
 
-    def save(self, folder: Path, *, extra: Mapping[str, Any] = {}) -> None:
-        self.model.save(folder, extra=extra)
+    def save(self, folder: Path, *, extra: Mapping[str, Any] = {}, beside: bool = False) -> Saving:
+        return self.model.save(folder, extra=extra, beside=beside)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Weights, optimizer and step count; the reference keeps the run's initial weights. Returns what was saved as `extra`."""

@@ -1,5 +1,6 @@
 """A model with its optimizer: what the policy, the critic and supervised training share."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Optional
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from aligner.config.groups import ModelConfig, OptimConfig
 from aligner.models import pipeline
 from aligner.models.build import build_model
-from aligner.models.checkpoint import load_weights, save_weights
+from aligner.models.checkpoint import begin_weights, load_weights
+from aligner.models.digests import check_digests, write_digests
 from aligner.models.micro_batches import MicroBatch
 from aligner.models.model_config import ModelShape
 from aligner.models.optimizer import (
@@ -23,9 +25,38 @@ from aligner.models.optimizer import (
     wrap_for_training,
 )
 from aligner.models.pipeline import Loss, Positions
-from aligner.models.training_state import load_training, save_training
+from aligner.models.training_state import begin_optimizer, load_training, state_text, write_state
+from aligner.models.writing import Writing
 from aligner.parallel.device import DEVICE, resolve_dtype
 from aligner.parallel.topology import Topology
+
+
+@dataclass
+class Saving:
+    """A model on its way to disk."""
+
+    folder: Path
+    writings: list[Writing]
+    state: str
+    topology: Topology
+
+    @property
+    def ready(self) -> bool:
+        """Whether `finish` has nothing to wait for on this rank. Not collective."""
+        return all(writing.ready for writing in self.writings)
+
+    def abandon(self) -> None:
+        """Wait for this rank's writers; what they wrote is not made a checkpoint."""
+        for writing in self.writings:
+            writing.wait()
+
+    def finish(self) -> None:
+        """Collective; raises, on every rank, where a rank could not write."""
+        for writing in self.writings:
+            writing.finish()
+        write_state(self.folder, self.state, self.topology)
+        written = {f"{w.folder.name}/{name}": digest for w in self.writings for name, digest in w.digests.items()}
+        write_digests(self.folder, self.topology, known=written)
 
 
 class TrainableModel:
@@ -93,14 +124,25 @@ class TrainableModel:
         self.step_count += not update.skipped
         return sums, update
 
-    def save(self, folder: Path, *, extra: Mapping[str, Any]) -> None:
-        """Weights, optimizer and trainer_state.json (step_count and `extra`, plain JSON values) under `folder`."""
-        save_weights(self.plain_chunks, self.shape, self.topology, folder, tokenizer_from=self.source)
-        state = {"step_count": self.step_count, "extra": dict(extra)}
-        save_training(folder, self.plain_chunks, self.optimizer, state, self.topology)
+    def save(self, folder: Path, *, extra: Mapping[str, Any], beside: bool = False) -> "Saving":
+        """Weights, optimizer, trainer_state.json (step_count and `extra`, plain JSON values) and, last, digests.json under `folder`.
+
+        beside: return once all that changes is copied; what is returned is to be finished then, by all ranks together."""
+        folder = Path(folder)
+        weights = begin_weights(
+            self.plain_chunks, self.shape, self.topology, folder, tokenizer_from=self.source, beside=beside
+        )
+        optimizer = begin_optimizer(folder, self.plain_chunks, self.optimizer, self.topology, beside=beside)
+        text = state_text(self.optimizer, {"step_count": self.step_count, "extra": dict(extra)})
+        saving = Saving(folder, [weights, *([] if optimizer is None else [optimizer])], text, self.topology)
+        if not beside:
+            saving.finish()
+        return saving
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Weights, optimizer and step_count of a saved model, of any layout; returns `extra`."""
+        """Weights, optimizer and step_count of a saved model, of any layout; returns `extra`. Raises ValueError, on every rank, where a
+        file is not what was saved."""
+        check_digests(Path(folder), self.topology)
         load_weights(self.plain_chunks, self.shape, self.topology, folder)
         forget_states(self.optimizer)
         state = load_training(folder, self.plain_chunks, self.optimizer, self.topology)

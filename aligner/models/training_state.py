@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from aligner.config.groups import Dtype
-from aligner.models.checkpoint import read_sharded, sharded_weights, write_sharded
+from aligner.models.checkpoint import read_sharded, sharded_weights
 from aligner.models.optimizer import choose_kernel, inner_optimizers
+from aligner.models.writing import Writing
 from aligner.parallel.collectives import agree, broadcast_object
 from aligner.parallel.topology import Topology
+from aligner.runtime.checkpoint_folder import empty_folder
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer.optimizer import MegatronOptimizer  # isort: skip
@@ -20,25 +22,25 @@ STATE_FILE = "trainer_state.json"
 OPTIMIZER_FOLDER = "optimizer"
 
 
-def save_training(
-    folder: Path,
-    chunks: list[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    state: Mapping[str, Any],
-    topology: Topology,
-) -> None:
-    """Write optimizer/ and, last, trainer_state.json: `state` (plain JSON values) and the kind of the optimizer. Collective.
+def begin_optimizer(
+    folder: Path, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology, *, beside: bool
+) -> Optional[Writing]:
+    """Begin to write optimizer/. Collective. None before the first update: there is no optimizer state then, and no optimizer/."""
+    if _is_fresh(optimizer):
+        return None
+    target = folder / OPTIMIZER_FOLDER
+    _on_reporter(lambda: empty_folder(target), topology)
+    return Writing(_sharded(chunks, optimizer, topology, loading=False), target, topology, beside=beside)
 
-    Before the first update there is no optimizer state and no optimizer/."""
-    folder = Path(folder)
-    fresh = _is_fresh(optimizer)
-    if not fresh:
-        target = folder / OPTIMIZER_FOLDER
-        _on_reporter(lambda: target.mkdir(parents=True, exist_ok=True), topology)
-        found = _sharded(chunks, optimizer, topology, loading=False)
-        write_sharded(found, target, topology)
-    kind = {"fresh": fresh, **_kind(optimizer)}
-    text = json.dumps({"optimizer": kind, "state": dict(state)}, indent=1)
+
+def state_text(optimizer: MegatronOptimizer, state: Mapping[str, Any]) -> str:
+    """What trainer_state.json is to say: `state` (plain JSON values) and the kind of the optimizer."""
+    kind = {"fresh": _is_fresh(optimizer), **_kind(optimizer)}
+    return json.dumps({"optimizer": kind, "state": dict(state)}, indent=1)
+
+
+def write_state(folder: Path, text: str, topology: Topology) -> None:
+    """Write trainer_state.json, once all else is there. Collective."""
     _on_reporter(lambda: _write(folder / STATE_FILE, text), topology)
 
 

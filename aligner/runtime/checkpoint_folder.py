@@ -1,29 +1,34 @@
 """checkpoints/step_000010/{actor,critic}/ and COMMITTED, which alone makes a pair of checkpoints valid."""
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
 from typing import Optional
 
 from aligner.config.groups import Resume
+from aligner.runtime.durable import write_durably
 from aligner.runtime.errors import ConfigError, StorageError, UserError
 
 MARKER = "COMMITTED"
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Write beside, sync, rename, sync the folder: after a crash the file is whole or absent."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+def remove_folder(folder: Path, patience: float = 10.0) -> None:
+    """Again for some seconds where it fails: a critic job whose actor died may still be writing there. Raises OSError after that."""
+    until = time.monotonic() + patience
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+
+def empty_folder(folder: Path) -> None:
+    """Make the folder, without what a save that did not end has left in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -65,13 +70,13 @@ class CheckpointFolder:
     def commit(self, step: int, *, validation: Optional[float] = None) -> None:
         """Make a pair valid. Everything under its folder must be written, by both jobs."""
         record = {"step": step, "validation": validation, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
-        _write_durably(self.step(step) / MARKER, json.dumps(record) + "\n")
+        write_durably(self.step(step) / MARKER, json.dumps(record).encode() + b"\n")
 
     def discard_uncommitted(self) -> list[Path]:
         """Delete what a save that did not end has left. Returns what was deleted."""
         left = [folder for folder in self.path.glob("step_*") if not (folder / MARKER).exists()]
         for folder in left:
-            shutil.rmtree(folder)
+            remove_folder(folder)
         return left
 
     def prune(self, *, keep_last: int, keep_best: bool) -> list[int]:

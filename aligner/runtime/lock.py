@@ -8,11 +8,16 @@ import getpass
 import json
 import os
 import socket
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, Optional
 
 from aligner.runtime.errors import UserError
+
+BEAT = 10.0  # seconds between a holder's signs of life
+PATIENCE = 3.5 * BEAT  # without one, after which a holder on another host counts as dead
 
 
 def _process_start(pid: int) -> Optional[str]:
@@ -38,7 +43,13 @@ def _own_record() -> dict[str, Any]:
     }
 
 
-def _is_alive_elsewhere(holder: dict[str, Any], mine: dict[str, Any]) -> bool:
+def _touched(file: Path) -> int:
+    """When the file was touched last, in nanoseconds. Opened for it: a network file system then asks its server."""
+    with file.open("rb") as opened:
+        return os.fstat(opened.fileno()).st_mtime_ns
+
+
+def _may_live_elsewhere(holder: dict[str, Any], mine: dict[str, Any]) -> bool:
     """Whether a holder whose kernel lock we could take may still run: on another host, and not as this requeued Slurm job."""
     if holder["host"] == mine["host"]:
         return False
@@ -53,7 +64,8 @@ def _is_alive_here(holder: dict[str, Any]) -> bool:
 class RunLock:
     """Held from construction to release, or to the end of this process, which releases it unless it is killed.
 
-    The kernel's lock on the file decides on one host; what the file says decides between hosts, where kernel locks may not reach."""
+    The kernel's lock on the file decides on one host. Between hosts, where kernel locks may not reach, the file decides: its holder
+    touches it every few seconds, and one that does not has died."""
 
     def __init__(self, path: Path, *, what: str):
         """Raises UserError, naming the holder, where another process holds the lock. `what`: what is locked, for the message."""
@@ -65,6 +77,8 @@ class RunLock:
         except BaseException:
             self._file.close()
             raise
+        self._released = threading.Event()
+        threading.Thread(target=self._show_life, name="run lock", daemon=True).start()
         # Without it the record of a job that ended well would refuse the next one on another host.
         atexit.register(self.release)
 
@@ -78,12 +92,31 @@ class RunLock:
             if held or (holder and (holder["host"] != mine["host"] or _is_alive_here(holder))):
                 raise UserError(self._refusal(what, holder)) from None
         holder = self._holder()
-        if holder and _is_alive_elsewhere(holder, mine):
+        if holder and _may_live_elsewhere(holder, mine) and self._is_touched(what, holder):
             raise UserError(self._refusal(what, holder))
         self._file.seek(0)
         self._file.truncate()
         self._file.write(json.dumps(mine))
         self._file.flush()
+
+    def _show_life(self) -> None:
+        while not self._released.wait(BEAT):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    def _is_touched(self, what: str, holder: dict[str, Any]) -> bool:
+        """Watch for the holder's sign of life. Times of one file are compared with one another: hosts' clocks may differ."""
+        print(
+            f"{what} was held on {holder['host']}: looking {PATIENCE:.0f} s for a sign of life",
+            file=sys.stderr,
+            flush=True,
+        )
+        first, until = _touched(self.path), time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            time.sleep(min(1.0, PATIENCE / 10))
+            if _touched(self.path) != first:
+                return True
+        return False
 
     def _holder(self) -> Optional[dict[str, Any]]:
         self._file.seek(0)
@@ -97,11 +130,12 @@ class RunLock:
         job = f", Slurm job {holder['job_id']}" if holder["job_id"] else ""
         return (
             f"{what} is held by {holder['owner']} on {holder['host']} (pid {holder['pid']}{job}, since {holder['since']}): "
-            f"choose another run.name, or stop that job; if it is dead on another host, delete {self.path}"
+            "choose another run.name, or stop that job"
         )
 
     def release(self) -> None:
         """Give the lock back. The file stays, empty: deleting it would let two later processes lock two different files."""
+        self._released.set()
         if not self._file.closed:
             self._file.seek(0)
             self._file.truncate()

@@ -11,6 +11,7 @@ from typing import Any, Iterable, Mapping, Optional
 from aligner.config.groups import RunConfig
 from aligner.runtime.checkpoint_folder import CheckpointFolder
 from aligner.runtime.errors import StorageError
+from aligner.runtime.journal import Journal
 from aligner.runtime.lock import RunLock
 from aligner.runtime.metrics import one_line
 
@@ -35,9 +36,18 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    def stacks(self, job: str, rank: int) -> Path:
+        """Where a rank writes what its threads do when nothing moves."""
+        return self.logs / f"{job}_rank{rank}.stacks"
+
     @property
     def endpoints(self) -> Path:
         return self.path / "endpoints"
+
+    @property
+    def journal(self) -> Journal:
+        """Train requests since the newest pair."""
+        return Journal(self.path / "journal", run_id=self.path.name)
 
     @property
     def report(self) -> Path:
@@ -102,8 +112,8 @@ class RunFolder:
         return f"; the batch is in {path}"
 
     def rewind(self, step: Optional[int]) -> None:
-        """Delete what comes after the checkpoint of `step` that the run continues from (None: it begins): later samples and
-        uncommitted checkpoints, and for a run that begins the event files.
+        """Delete what comes after the checkpoint of `step` that the run continues from (None: it begins): later samples,
+        the journal and uncommitted checkpoints, and for a run that begins the event files.
 
         Metrics are rewound by MetricsWriter."""
         for folder in (self.path / "rollouts", self.path / "validation"):
@@ -111,6 +121,7 @@ class RunFolder:
                 if step is None or int(file.stem.removeprefix("step_")) > step:
                     file.unlink()
         self.checkpoints.discard_uncommitted()
+        self.journal.clear()
         if step is None and self.metrics.exists():
             log.warning("%s holds no checkpoint: the run begins anew, and its earlier records are deleted", self.path)
         if step is None:

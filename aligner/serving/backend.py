@@ -25,7 +25,11 @@ class CriticBackend(Protocol):
 
     def train(self, step: int, batch: CriticBatch) -> dict[str, float]: ...
 
-    def prepare_save(self, step: int, folder: Path) -> None: ...
+    def prepare_save(self, step: int, folder: Path, *, beside: bool) -> None:
+        """beside: return once what changes is copied; `saved` tells when all is written."""
+
+    def saved(self) -> bool:
+        """Whether the save that was begun last is whole, which this call makes it where every rank has written its part."""
 
     def commit(self, step: int) -> None: ...
 

@@ -1,38 +1,48 @@
-"""The actor's end of the wire: a Critic whose work is done by another job."""
+"""The actor's end of the wire: a Critic whose work is done by another job, which may die and come back."""
 
-import json
+import atexit
+import contextlib
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional, TypeVar
 
 import numpy as np
 
 from aligner.config.groups import CriticClientConfig
 from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows
 from aligner.runtime.errors import ContractError
-from aligner.serving import access, protocol
-from aligner.serving.endpoint import EndpointInfo, parse_address, read_endpoint, wait_for
-from aligner.serving.hello import Contract, version_problem
-from aligner.serving.kserve import Connection
-from aligner.serving.parts import split
-from aligner.serving.protocol import CONTROL, INFER, TRAIN, Arrays, ProtocolError, RequestFailed
-from aligner.serving.watchdog import PROBE_TIMEOUT, Watchdog, Workers
+from aligner.runtime.journal import Journal, JournalError
+from aligner.runtime.stacks import Stacks
+from aligner.serving import protocol
+from aligner.serving.hello import Contract
+from aligner.serving.link import Link, NoAnswer, remaining
+from aligner.serving.parts import encode_batch, split
+from aligner.serving.protocol import INFER, TRAIN, JobLost, NotInStep, ProtocolError, RequestFailed
+from aligner.serving.recovery import Plan, plan
+from aligner.serving.watchdog import Watchdog, Workers
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-EXPLICIT_TIMEOUT = 10.0
-CONTROL_TIMEOUT = 60.0  # of hello and status, which start no collective
-KEEPALIVE = 60.0
 CONNECTIONS = 4
+LEAVE_TIMEOUT = 2.0
+STOP_ATTEMPTS = 3
+SAVED_POLL = 0.5
+PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between tries
 
 
 class RemoteCritic:
     """data/interfaces.Critic over HTTP. Any rank may infer; one (the world's rank 0, `trains=True`) trains and controls.
 
+    Where the critic job is lost, what was asked waits for one to come back (critic.reconnect_timeout) and is asked again: values of
+    the critic at the step that they name only, train requests by their id. The rank that trains brings the critic back in step:
+    it restores the pair and sends what the journal holds since.
+
     Futures raise RequestFailed (a RuntimeError) with one sentence: the job's own where it answered, otherwise what happened to the
-    connection. Every wait ends at critic.request_timeout, or seconds after the server stopped answering its readiness probe."""
+    connection; ContractError where the job that came back does not fit. `patience`: seconds after which they have failed."""
 
     def __init__(
         self,
@@ -42,24 +52,59 @@ class RemoteCritic:
         endpoint_file: Path,
         token_file: Optional[Path] = None,
         trains: bool = False,
+        journal: Optional[Journal] = None,
+        stacks: Optional[Stacks] = None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
         """Connect, and compare contracts. token_file: where critic.endpoint is given, and so no endpoint file names it; absent: the
-        .token beside endpoint_file, where there is one.
+        .token beside endpoint_file, where there is one. journal: without it a critic job that died can be brought back to a pair only.
+        stacks: written before a wait is given up.
 
         Raises ContractError where no critic answers in time or the jobs do not fit."""
         self._contract, self._config, self._say = contract, config, say
-        self._endpoint_file, self._token_file = endpoint_file, token_file
-        self._headers: Mapping[str, str] = {}
-        self.draining = False  # the critic job was told to end: save a pair at the next step's end
+        self._trains, self._journal, self._stacks = trains, journal, stacks
         self._closed = threading.Event()
-        self._watch = Watchdog(self._closed)
-        self._info = self._connect()
-        self._watch.start(self._info)
+        watch = Watchdog(self._closed)
+        self._watch, self.patience = watch, config.patience
+        self._link = Link(
+            contract,
+            config,
+            endpoint_file=endpoint_file,
+            token_file=token_file,
+            watch=watch,
+            say=say,
+            proves_folder=trains,
+        )
+        self._link.connect()
+        watch.start()
+        self._recovering = threading.Lock()
+        self._step: Optional[int] = None  # the last one acknowledged; None until the trainer has said where it begins
+        self._pair: tuple[int, Optional[Path]] = (0, None)  # the newest committed pair
+        self._prepared: tuple[int, Optional[Path]] = (0, None)
+        self._asked: set[int] = set()  # train steps under way
         self._infer_work = Workers("critic infer", CONNECTIONS)
         self._train_work = Workers("critic train", 1)
+        self._save_work = Workers("critic save", 1)
         if trains:
-            threading.Thread(target=self._keep_alive, name="critic keepalive", daemon=True).start()
+            threading.Thread(target=self._show_life, name="critic heartbeat", daemon=True).start()
+            atexit.register(self.close)  # an actor that ends by an error says so too
+
+    @property
+    def address(self) -> str:
+        return self._link.address
+
+    @property
+    def draining(self) -> bool:
+        """The critic job was told to end: save a pair at the next step's end."""
+        return self._link.draining
+
+    @property
+    def critic_contract(self) -> Contract:
+        return self._link.critic_contract
+
+    @property
+    def max_rows(self) -> int:
+        return self._link.max_rows
 
     # ---- Critic
 
@@ -71,149 +116,204 @@ class RemoteCritic:
                 f"{len(rows.lengths)} rows exceed the critic job's serving.max_rows={self.max_rows}; lower critic.infer_batch_size"
             )
         width = rows.tokens.size(1)
-        return self._infer_work.run(lambda: protocol.decode_answer(self._call(INFER, arrays), width=width))
+
+        def ask(timeout: float) -> CriticAnswer:
+            return protocol.decode_answer(self._link.call(INFER, arrays, timeout=timeout), width=width)
+
+        return self._infer_work.run(lambda: self._persist(ask))
 
     def train(self, step: int, batch: CriticBatch) -> "Future[dict[str, float]]":
         """Raises ProtocolError at once where the batch breaks the protocol."""
-        requests = split(batch, step=step, run_id=self._contract.run_id)
+        arrays = encode_batch(batch)
+        requests = split(arrays, step=step, run_id=self._contract.run_id)
 
         def send() -> dict[str, float]:
-            for request in requests:
-                reply = self._reply(TRAIN, request)
-            if reply["state"] != "applied":
-                raise RequestFailed(
-                    f"train step {step}: all {len(requests)} parts were sent, but the critic job says {reply}"
-                )
-            return reply["metrics"]
+            if self._journal is not None:
+                self._journal.write(step, arrays)
+            self._asked.add(step)
+            try:
+                metrics = self._persist(lambda timeout: self._send(step, requests, timeout=timeout))
+                self._step = step
+                return metrics
+            finally:
+                self._asked.discard(step)
 
         return self._train_work.run(send)
 
-    def prepare_save(self, step: int, folder: Path) -> "Future[None]":
-        path = str(Path(folder).resolve())
+    def prepare_save(self, step: int, folder: Path, *, beside: bool = False) -> "Future[None]":
+        """Raises SaveLost in its Future where the critic job died while it wrote beside training."""
+        path = Path(folder).resolve()
+        half = {"step": step, "folder": str(path)}
+        begun = self._train_work.run(lambda: self._tell({"op": "prepare_save", "beside": beside, **half}))
 
-        def prepare() -> None:
-            self._control({"op": "prepare_save", "step": step, "folder": path})
+        def wait_for_it() -> None:
+            begun.result()
+            until = time.monotonic() + self._config.request_timeout
+            while beside and not self._tell({"op": "saved", **half})["saved"]:
+                if not remaining(until) or self._closed.wait(SAVED_POLL):
+                    raise RequestFailed(
+                        f"the critic's half of the pair of step {step} was not written in time (critic.request_timeout)"
+                    )
+            self._prepared = (step, path)
 
-        return self._train_work.run(prepare)
+        return self._save_work.run(wait_for_it)
 
     def commit(self, step: int) -> None:
-        self._train_work.run(lambda: self._control({"op": "commit", "step": step})).result()
+        """From here on the pair is what a critic job that comes back restores, and the journal before it is not needed."""
+
+        def commit() -> None:
+            if self._prepared[0] == step:
+                self._pair = self._prepared
+            if self._journal is not None:
+                self._journal.forget(through=step)
+            self._tell({"op": "commit", "step": step})
+
+        self._train_work.run(commit).result()
 
     def restore(self, step: int, folder: Optional[Path]) -> None:
-        path = None if folder is None else str(Path(folder).resolve())
-        self._train_work.run(lambda: self._control({"op": "restore", "step": step, "folder": path})).result()
+        path = None if folder is None else Path(folder).resolve()
+
+        def restore() -> None:
+            self._tell(_restore_request(step, path))
+            self._step, self._pair = step, (step, path)
+
+        self._train_work.run(restore).result()
 
     def status(self) -> dict[str, Any]:
-        return self._control({"op": "status", "run_id": self._contract.run_id}, timeout=CONTROL_TIMEOUT)
+        return self._link.control({"op": "status", "run_id": self._contract.run_id}, timeout=self._link.control_timeout)
 
     def stop(self) -> None:
         """Tell the critic job to end."""
-        self._control({"op": "stop"}, timeout=CONTROL_TIMEOUT)
+        self._closed.set()  # its end is no loss
+        for attempt in range(STOP_ATTEMPTS):
+            try:
+                self._link.control({"op": "stop"}, timeout=self._link.control_timeout)
+                return
+            except JobLost:
+                if attempt == STOP_ATTEMPTS - 1:
+                    raise
+                time.sleep(PAUSE * 2**attempt)
 
     def close(self) -> None:
         """Leave. What is still in flight fails."""
+        atexit.unregister(self.close)
+        told = self._closed.is_set()
         self._closed.set()
+        if self._trains and not told:
+            with contextlib.suppress(RequestFailed):
+                self._link.control({"op": "leave"}, timeout=LEAVE_TIMEOUT)
         self._watch.cut_all("the actor closed the connection")
         self._infer_work.close()
         self._train_work.close()
+        self._save_work.close()
 
-    # ---- connecting
+    # ---- asking until it is answered
 
-    def _connect(self) -> EndpointInfo:
-        config = self._config
-        explicit = None
-        if config.endpoint is not None:
-            host, port = parse_address(config.endpoint, key="critic.endpoint")
-            beside = Path(self._endpoint_file).with_suffix(".token")  # where a job of this run folder puts it
-            file = self._token_file or (beside if beside.exists() else None)
-            token = None if file is None else str(file)
-            explicit = EndpointInfo(
-                host, port, pid=0, run_id=self._contract.run_id, grid="", started=0.0, token_file=token
-            )
-        timeout = config.connect_timeout if explicit is None else min(EXPLICIT_TIMEOUT, config.connect_timeout)
-        what = f"the critic job's endpoint file {self._endpoint_file}" if explicit is None else "the critic job"
-        advice = (
-            "start serve_ppo_critic.py with the same run.dir and run.name, or set critic.endpoint=host:port "
-            "(deadline: critic.connect_timeout)"
-            if explicit is None
-            else f"start serve_ppo_critic.py there, or correct critic.endpoint={config.endpoint}"
+    def _persist(self, ask: Callable[[float], T]) -> T:
+        """ask(timeout), again and again while the critic job is lost or not in step, until `patience` ends."""
+        until = time.monotonic() + self.patience
+        pause, first = PAUSE, ""
+        while True:
+            epoch = self._link.epoch
+            try:
+                return ask(min(self._config.request_timeout, remaining(until)))
+            except (JobLost, NotInStep) as latest:
+                error = type(latest)(f"{first}; then {latest}") if first else latest
+                first = first or str(latest)  # why it was lost, which a later "connection refused" does not tell
+                if self._closed.is_set():
+                    raise
+                try:
+                    self._recover(epoch, error, until)
+                except RequestFailed as given_up:
+                    if self._stacks is not None:
+                        self._stacks.dump(str(given_up))
+                    raise
+            self._closed.wait(min(pause, remaining(until)))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _recover(self, epoch: int, error: RequestFailed, until: float) -> None:
+        """Find the critic job again and bring it back in step, unless another thread has since `epoch`.
+
+        Raises `error`, or JobLost with it, where that does not help."""
+        if not remaining(until) or not self._recovering.acquire(timeout=remaining(until)):
+            raise error
+        try:
+            if self._link.epoch != epoch or self._closed.is_set():
+                return
+            if isinstance(error, NotInStep) and not self._trains:
+                return  # the rank that trains brings it there
+            before = self._link.instance
+            decided: list[Plan] = []
+            timeout = min(self._config.reconnect_timeout, remaining(until))
+            self._link.reconnect(error, timeout=timeout, then=lambda reply: decided.append(self._resync(before, reply)))
+            if isinstance(error, NotInStep) and decided[-1].nothing:
+                raise error  # it is where it should be: what was asked is wrong
+        finally:
+            self._recovering.release()
+
+    def _resync(self, before: Optional[str], reply: Mapping[str, Any]) -> Plan:
+        """Bring the critic that answered hello with `reply` to the step that it has acknowledged."""
+        if not self._trains or self._step is None:
+            return Plan(restore=False)
+        trusted = reply["instance"] == before and reply["weights_undefined"] is None
+        pair_step, folder = self._pair
+        decided = plan(
+            actor_step=self._step,
+            critic_step=reply["contract"]["step"],
+            trusted=trusted,
+            pair_step=pair_step,
+            journalled=self._journal.steps() if self._journal is not None else (),
+            asked=self._asked,
         )
-        try:
-            return wait_for(
-                lambda: explicit or read_endpoint(self._endpoint_file),
-                self._attempt,
-                timeout=timeout,
-                say=self._say,
-                what=what,
-                advice=advice,
+        if decided.restore:
+            self._link.control(_restore_request(pair_step, folder))
+            for step in decided.replay:
+                arrays = self._journalled(step)
+                self._send(step, split(arrays, step=step, run_id=self._contract.run_id))
+            replayed = (
+                f", then replayed {', '.join(map(str, decided.replay))} from the journal" if decided.replay else ""
             )
-        except (TimeoutError, ProtocolError, RequestFailed) as error:
-            raise ContractError(str(error)) from None
+            origin = f"the pair of step {pair_step}" if folder else "its initial weights"
+            self._say(f"the critic job at {self.address} is at step {self._step} again: it took {origin}{replayed}")
+        return decided
 
-    def _attempt(self, info: EndpointInfo) -> None:
-        """One hello. Raises OSError where nobody answers yet, ContractError where the jobs do not fit."""
-        token = None if info.token_file is None else access.read_token(Path(info.token_file))
-        self._headers = access.headers(token)
-        if not Connection(info.host, info.port, timeout=PROBE_TIMEOUT).ready():
-            raise ConnectionError("it is starting")
-        self._info = info
-        connection = Connection(info.host, info.port, timeout=CONTROL_TIMEOUT)
-        request = {"request": protocol.text_array(json.dumps({"op": "hello", "contract": self._contract.as_dict()}))}
+    def _journalled(self, step: int) -> dict[str, np.ndarray]:
         try:
-            reply = _reply_of(connection.infer(CONTROL, request, self._headers))
-        except RequestFailed as error:
-            raise ContractError(f"the critic job at {info.address} refuses: {error}") from None
-        version = version_problem(actor=protocol.VERSION, critic=int(reply["contract"]["protocol"]))
-        if version is not None:
-            raise ContractError(f"the critic job at {info.address} does not fit: {version}")
-        for warning in reply["warnings"]:
-            self._say(warning)
-        self.critic_contract = Contract.of(reply["contract"])
-        self.max_rows = int(reply["max_rows"])
+            return self._journal.read(step)
+        except JournalError as error:
+            raise ContractError(f"the critic cannot be brought back to step {self._step}: {error}") from None
 
-    @property
-    def address(self) -> str:
-        return self._info.address
+    def _send(
+        self, step: int, requests: list[dict[str, np.ndarray]], *, timeout: Optional[float] = None
+    ) -> dict[str, float]:
+        """All parts of a train request; the metrics that the critic answers."""
+        for request in requests:
+            reply = self._link.reply(TRAIN, request, timeout=timeout)
+        if reply["state"] != "applied":  # another process took the last parts than the first
+            raise JobLost(f"train step {step}: {len(requests)} parts were sent, but the critic job says {reply}")
+        return reply["metrics"]
 
-    # ---- calls
+    def _tell(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._persist(lambda timeout: self._link.control(request, timeout=timeout))
 
-    def _call(
-        self, endpoint: protocol.Endpoint, arrays: Arrays, *, timeout: Optional[float] = None
-    ) -> dict[str, np.ndarray]:
-        """Send one request and wait for it, watched. Raises RequestFailed."""
-        timeout = timeout or self._config.request_timeout
-        connection = Connection(self._info.host, self._info.port, timeout=timeout)
-        try:
-            with self._watch.over(connection):
-                return connection.infer(endpoint, arrays, self._headers)
-        except TimeoutError as error:
-            key = "critic.request_timeout" if timeout == self._config.request_timeout else "a fixed limit"
-            raise RequestFailed(f"{endpoint.name} at {self.address}: {error} ({key})") from None
-        except OSError as error:
-            raise RequestFailed(f"{endpoint.name} at {self.address}: {error}") from None
-
-    def _reply(self, endpoint: protocol.Endpoint, arrays: Arrays, *, timeout: Optional[float] = None) -> dict[str, Any]:
-        try:
-            reply = _reply_of(self._call(endpoint, arrays, timeout=timeout))
-            self.draining = bool(reply["draining"])
-            return reply
-        except ProtocolError as error:
-            raise RequestFailed(f"{endpoint.name} at {self.address}: {error}") from None
-
-    def _control(self, request: dict[str, Any], *, timeout: Optional[float] = None) -> dict[str, Any]:
-        return self._reply(CONTROL, {"request": protocol.text_array(json.dumps(request))}, timeout=timeout)
-
-    def _keep_alive(self) -> None:
-        """Tell the critic job that its actor lives, however long a step takes (serving.idle_timeout)."""
-        while not self._closed.wait(KEEPALIVE):
+    def _show_life(self) -> None:
+        """Tell the critic job that its actor lives, however long a step takes (serving.idle_timeout), and see whether it does."""
+        while not self._closed.wait(self._config.heartbeat):
+            epoch = self._link.epoch
             try:
                 self.status()
+            except NoAnswer as error:
+                log.info("heartbeat: %s", error)  # it may save; requests have deadlines of their own
             except RequestFailed as error:
-                log.info("keepalive: %s", error)  # the requests that matter say it aloud
+                self._find_again(epoch, error)
+
+    def _find_again(self, epoch: int, error: RequestFailed) -> None:
+        """At once, so that it is in step when the next request comes. A failure is told by the request that needs it."""
+        try:
+            self._recover(epoch, error, time.monotonic() + self._config.reconnect_timeout)
+        except Exception as failed:
+            log.warning("heartbeat: %s", failed)
 
 
-def _reply_of(answer: Arrays) -> dict[str, Any]:
-    """The JSON reply of control and train. Raises RequestFailed with the job's sentence where it is an error."""
-    if len(answer["error"][0]):
-        raise RequestFailed(protocol.text_of(answer["error"][0]))
-    return protocol.json_of(answer["reply"][0], "reply")
+def _restore_request(step: int, folder: Optional[Path]) -> dict[str, Any]:
+    return {"op": "restore", "step": step, "folder": None if folder is None else str(folder)}

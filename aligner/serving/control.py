@@ -1,22 +1,26 @@
 """The train and control endpoints: what writes the critic, in one order, each step once."""
 
 import os
+import re
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import numpy as np
 
+from aligner.runtime.checkpoint_folder import MARKER
 from aligner.serving import hello, protocol
 from aligner.serving.backend import CriticBackend
 from aligner.serving.frames import Call, Op
 from aligner.serving.hello import Contract
 from aligner.serving.loop import CallFailed, Loop
 from aligner.serving.parts import Incomplete, Stored, TrainLedger, Whole
-from aligner.serving.protocol import Arrays, ProtocolError, RequestFailed
+from aligner.serving.protocol import Arrays, ProtocolError, RequestFailed, SaveLost
 from aligner.serving.reception import Reception, WireRequest
+
+NONCE_PATIENCE = 5.0  # seconds that a network file system may take to show a file
 
 
 class Control:
@@ -40,6 +44,11 @@ class Control:
         self._writing = threading.Lock()  # train, save, commit and restore follow one another, answers included
         self._started = time.time()
         self.stop_requested = False
+        self._stated: Optional[str] = None  # how the actor scales scores, as it says
+        self._trained_on: Optional[str] = None  # how those were that made the returns of the last train request
+        self._begun: Optional[tuple[int, Path]] = None  # step and folder of the half that is being written
+        self._saved: Optional[tuple[int, Path]] = None  # of the one that is written
+        self.commits = 0  # pairs that the actor has committed
 
     # ---- train
 
@@ -68,6 +77,7 @@ class Control:
             raise
         self._ledger.applied(whole.step, answer, digest=whole.digest)
         self._reception.counts["train_steps"] += 1
+        self._trained_on = self._stated
         return answer
 
     # ---- control
@@ -82,8 +92,10 @@ class Control:
             "hello": self._hello,
             "status": self._status,
             "prepare_save": self._prepare_save,
+            "saved": self._is_saved,
             "commit": self._commit,
             "restore": self._restore,
+            "leave": self._leave,
             "stop": self._stop,
         }
         op = request.get("op")
@@ -97,13 +109,35 @@ class Control:
         theirs = request.get("contract")
         if not isinstance(theirs, dict):
             raise ProtocolError("hello lacks its contract")
-        critic = replace(hello.Contract.of(self._backend.status()), max_rows=self._max_rows)
+        status = hello.Contract.of(self._backend.status())
+        critic = replace(status, max_rows=self._max_rows, reward_normalisation=self._trained_on)
         version = hello.version_problem(actor=hello.version_of(theirs), critic=critic.protocol)
         actor = None if version else hello.Contract.of(theirs)
-        problems = [version] if actor is None else hello.problems(actor, critic)
+        problems = [version] if actor is None else [*hello.problems(actor, critic), *self._folder_problems(request)]
         if problems:
             raise ProtocolError("the two jobs do not fit together: " + "; ".join(problems))
-        return {"contract": critic.as_dict(), "warnings": hello.warnings(actor, critic), "max_rows": self._max_rows}
+        self._reception.actor_present = True
+        self._stated = actor.reward_normalisation
+        about = {"max_rows": self._max_rows, "weights_undefined": self._ledger.undefined}
+        return {"contract": critic.as_dict(), "warnings": hello.warnings(actor, critic), **about}
+
+    def _folder_problems(self, request: dict[str, Any]) -> list[str]:
+        """The actor wrote a file where it has the endpoints: one that this job cannot read there is in another folder."""
+        nonce = request.get("nonce")
+        if nonce is None:
+            return []
+        if not isinstance(nonce, dict) or not re.fullmatch("[0-9a-f]{32}", str(nonce.get("name"))):
+            raise ProtocolError("hello: nonce must be an object with a name of 32 hexadecimal digits")
+        here = self._run_folder / "endpoints"
+        deadline = time.monotonic() + NONCE_PATIENCE
+        while (found := _text_of_file(here / f"{nonce['name']}.nonce")) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if found == nonce.get("text"):
+            return []
+        return [
+            f"the actor's run folder ({nonce.get('folder')}) is not the critic job's ({here}): set run.dir to one folder on a file "
+            "system that both see"
+        ]
 
     def _status(self, _: dict[str, Any]) -> dict[str, Any]:
         """The backend's status, and the server's own counts."""
@@ -114,6 +148,10 @@ class Control:
             "uptime": time.time() - self._started,
             "queued": self._loop.queued,
             "weights_undefined": self._ledger.undefined,
+            "reward_normalisation": self._trained_on,
+            "draining": self._reception.draining,
+            "actor_present": self._reception.actor_present,
+            "actor_silent_for": time.monotonic() - self._reception.last_spoken,
             "max_rows": self._max_rows,
             **self._reception.counts,
         }
@@ -124,13 +162,32 @@ class Control:
             if self._ledger.undefined is not None or step != self._ledger.step:
                 state = self._ledger.undefined or f"the last step applied is {self._ledger.step}"
                 raise ProtocolError(f"cannot save the critic of step {step}: {state}")
-            self._loop.submit(Call(Op.PREPARE_SAVE, step=step, folder=folder)).result()
+            if self._saved != (step, folder):  # else its answer was lost, or the request came twice
+                if (folder.parent / MARKER).exists():
+                    raise ProtocolError(f"{folder.parent} is committed already: it is not written again")
+                beside = bool(request.get("beside"))
+                self._saved = self._begun = None
+                self._loop.submit(Call(Op.PREPARE_SAVE, step=step, folder=folder, beside=beside)).result()
+                if beside:
+                    self._begun = (step, folder)
+                else:
+                    self._saved = (step, folder)
             return {"step": step}
+
+    def _is_saved(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Whether the half that was begun is written; training goes on meanwhile."""
+        half = (_step_of(request), self._folder_of(request))
+        if half == self._begun and self._loop.submit(Call(Op.SAVED)).result():
+            self._saved, self._begun = half, None
+        if half not in (self._saved, self._begun):
+            raise SaveLost(f"the critic of step {half[0]} is not being written to {half[1]}")
+        return {"saved": half == self._saved}
 
     def _commit(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._writing:
             step = _step_of(request)
             self._loop.submit(Call(Op.COMMIT, step=step)).result()
+            self.commits += 1
             return {"step": step}
 
     def _restore(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +201,13 @@ class Control:
                     self._ledger.failed(step, f"restore of step {step}: {error}")
                 raise
             self._ledger.reset(step)
+            self._saved = self._begun = None
             return {"step": step}
+
+    def _leave(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The actor ends; another one may come."""
+        self._reception.actor_present = False
+        return {}
 
     def _stop(self, request: dict[str, Any]) -> dict[str, Any]:
         self.stop_requested = True
@@ -161,6 +224,13 @@ class Control:
                 f"{path} is not inside this run's folder {self._run_folder} (run.dir, run.name must be equal in both jobs)"
             )
         return path
+
+
+def _text_of_file(file: Path) -> Optional[str]:
+    try:
+        return file.read_text()
+    except OSError:
+        return None
 
 
 def _step_of(request: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Callable, Optional
 
-POLL = 0.5
+POLL, LONGEST_POLL = 0.25, 5.0  # seconds between attempts, doubled from one to the next
 REMIND = 30.0
 
 
@@ -81,7 +81,7 @@ def wait_for(
 
     Says at once that it waits, and for what; raises TimeoutError with the same after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    reminder = 0.0
+    reminder, pause = 0.0, POLL
     while True:
         info = find()
         state = f"{what} is not there"
@@ -97,4 +97,5 @@ def wait_for(
         if now >= reminder:
             say(f"waiting for it: {state}; giving up in {deadline - now:.0f} s")
             reminder = now + REMIND
-        time.sleep(max(0.0, min(POLL, deadline - now)))
+        time.sleep(max(0.0, min(pause, deadline - now)))
+        pause = min(2 * pause, LONGEST_POLL)

@@ -27,6 +27,7 @@ class Op(IntEnum):
     PREPARE_SAVE = 4
     COMMIT = 5
     RESTORE = 6
+    SAVED = 7
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Call:
     batch: Optional[CriticBatch] = None
     step: int = 0
     folder: Optional[Path] = None
+    beside: bool = False
 
 
 def broadcast_call(call: Optional[Call], *, group: Optional[dist.ProcessGroup]) -> Call:
@@ -68,7 +70,8 @@ def _bytes(t: Tensor) -> Tensor:
 
 def _flatten(call: Call) -> list[Tensor]:
     """The JSON of what is no tensor first, then the tensors."""
-    meta: dict[str, Any] = {"step": call.step, "folder": None if call.folder is None else str(call.folder)}
+    folder = None if call.folder is None else str(call.folder)
+    meta: dict[str, Any] = {"step": call.step, "folder": folder, "beside": call.beside}
     tensors = []
     if call.rows is not None:
         meta |= {"fields": call.rows.fields, "values": call.rows.values}
@@ -80,7 +83,8 @@ def _flatten(call: Call) -> list[Tensor]:
 
 def _unflatten(op: Op, tensors: list[Tensor]) -> Call:
     meta = json.loads(bytes(tensors[0].tolist()))
-    call = Call(op, step=meta["step"], folder=None if meta["folder"] is None else Path(meta["folder"]))
+    folder = None if meta["folder"] is None else Path(meta["folder"])
+    call = Call(op, step=meta["step"], folder=folder, beside=meta["beside"])
     if op is Op.INFER:
         call.rows = CriticRows(**dict(zip(ROW_TENSORS, tensors[1:])), fields=meta["fields"], values=meta["values"])
     if op is Op.TRAIN:

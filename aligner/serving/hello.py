@@ -15,7 +15,9 @@ class Contract:
 
     reward_kind: what the critic job scores with ("none": nothing). run_id names the run. step: last step applied; None on
     the actor's side is not compared (it restores the critic next). What one side alone knows is None on the other: the actor's rows a
-    train step and an inference request (at most), the critic's rows a mini-batch and a request (at most)."""
+    train step and an inference request (at most), the critic's rows a mini-batch and a request (at most), its head, its type and the
+    updates that its weights have had (weight_version). reward_normalisation: how the actor scales scores; on the critic's side
+    what its process was trained on last."""
 
     tokenizer_fingerprint: str
     chat_template: str
@@ -28,6 +30,10 @@ class Contract:
     infer_rows: Optional[int] = None
     mini_batch_size: Optional[int] = None
     max_rows: Optional[int] = None
+    head: Optional[str] = None
+    dtype: Optional[str] = None
+    weight_version: Optional[int] = None
+    reward_normalisation: Optional[str] = None
     protocol: int = protocol.VERSION
 
     @classmethod
@@ -54,7 +60,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "max_length": (int,),
     "reward_kind": (str,),
     "run_id": (str,),
-    **dict.fromkeys(("step", "train_rows", "infer_rows", "mini_batch_size", "max_rows"), (int, type(None))),
+    **dict.fromkeys(
+        ("step", "train_rows", "infer_rows", "mini_batch_size", "max_rows", "weight_version"), (int, type(None))
+    ),
+    **dict.fromkeys(("head", "dtype", "reward_normalisation"), (str, type(None))),
     "protocol": (int,),
 }
 assert set(_TYPES) == {f.name for f in fields(Contract)}
@@ -134,8 +143,15 @@ def _row_problems(actor: Contract, critic: Contract) -> list[str]:
 
 def warnings(actor: Contract, critic: Contract) -> list[str]:
     """Differences that are allowed, but seldom meant."""
-    if actor.chat_template == critic.chat_template:
-        return []
-    return [
-        "the chat templates of the two jobs' tokenizers differ; the critic sees token ids only, so values are not affected"
-    ]
+    found = []
+    if actor.chat_template != critic.chat_template:
+        found.append(
+            "the chat templates of the two jobs' tokenizers differ; the critic sees token ids only, so values are not affected"
+        )
+    now, before = actor.reward_normalisation, critic.reward_normalisation
+    if None not in (now, before) and now != before:
+        found.append(
+            f"the actor scales scores by ppo.reward_scale={now}, and what the critic was trained on last was ppo.reward_scale={before}: "
+            "its values are off until it has learned the new scale"
+        )
+    return found

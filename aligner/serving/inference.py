@@ -14,7 +14,7 @@ from aligner.serving.hello import Contract
 from aligner.serving.loop import CallFailed, Loop, one_line
 from aligner.serving.observed import ServedValues
 from aligner.serving.protocol import ProtocolError, RequestFailed
-from aligner.serving.reception import Reception, WireRequest
+from aligner.serving.reception import Reception, WireRequest, kind_of
 
 SCORING_DEADLINE = 1800.0
 
@@ -85,7 +85,7 @@ class Inference:
         request fails alone. deterministic: always each by itself."""
         alike: dict[Any, list[int]] = {}
         for i, r in rows.items():
-            alike.setdefault(i if self._deterministic else (r.values, r.tokens.size(1)), []).append(i)
+            alike.setdefault(i if self._deterministic else (r.values, r.critic_step, r.tokens.size(1)), []).append(i)
         calls = {tuple(g): self._call_rows(_merge([rows[i] for i in g])) for g in alike.values()}
         outcomes: dict[int, Future[Any]] = {}
         for group, call in calls.items():
@@ -117,7 +117,7 @@ class Inference:
     def _failed_infer(self, request: WireRequest, error: Exception) -> dict[str, np.ndarray]:
         tokens = request.data.get("tokens")
         rows, width = tokens.shape if tokens is not None and tokens.ndim == 2 else (1, 1)
-        return protocol.failed_answer(rows, width, self._reception.failure("infer", error))
+        return protocol.failed_answer(rows, width, self._reception.failure("infer", error), kind=kind_of(error))
 
 
 def _merge(rows: Sequence[CriticRows]) -> CriticRows:
@@ -126,7 +126,8 @@ def _merge(rows: Sequence[CriticRows]) -> CriticRows:
         return rows[0]
     names = ("tokens", "lengths", "prompt_lengths", "sample_ids", "truncated")
     joined = {n: torch.cat([getattr(r, n) for r in rows]) for n in names}
-    return CriticRows(**joined, fields=[f for r in rows for f in r.fields], values=rows[0].values)
+    shared = {"values": rows[0].values, "critic_step": rows[0].critic_step}
+    return CriticRows(**joined, fields=[f for r in rows for f in r.fields], **shared)
 
 
 def _split(call: "Future[Any]", counts: Mapping[int, int]) -> "dict[int, Future[Any]]":

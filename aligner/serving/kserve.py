@@ -7,6 +7,7 @@ ask the server nothing. One connection a call: a server that came back needs no 
 import contextlib
 import http.client
 import json
+import re
 import socket
 import struct
 import threading
@@ -19,6 +20,7 @@ from aligner.serving.protocol import Endpoint, Field, RequestFailed
 
 CONNECT_TIMEOUT = 10.0
 DATATYPES = {np.int32: "INT32", np.int64: "INT64", np.float32: "FP32", np.bool_: "BOOL", bytes: "BYTES"}
+NOT_THERE = re.compile("unknown model|not ready|not found")  # it is starting: models are bound one after another
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -131,14 +133,16 @@ class Connection:
     def infer(
         self, endpoint: Endpoint, arrays: Mapping[str, np.ndarray], headers: Mapping[str, str]
     ) -> dict[str, np.ndarray]:
-        """One call of a served endpoint. Raises RequestFailed where the server refuses it, OSError where it is not reached."""
+        """One call of a served endpoint. Raises RequestFailed where the server refuses it, OSError where it is not reached, starting
+        or broken."""
         body, head_length = request_body(endpoint, arrays)
         sent = {**headers, HEADER_LENGTH: str(head_length), "Content-Type": "application/octet-stream"}
         status, data, received = self.exchange("POST", f"/v2/models/{endpoint.name}/infer", body, sent)
         if status in (401, 403):
             raise RequestFailed(f"refused without the right token (HTTP status {status})")
         if status != 200:
-            raise RequestFailed(f"Triton answers with HTTP status {status}: {short_reason(data)}")
+            text = f"Triton answers with HTTP status {status}: {short_reason(data)}"
+            raise ConnectionError(text) if status >= 500 or NOT_THERE.search(text) else RequestFailed(text)
         try:
             return response_arrays(endpoint, data, int(received[HEADER_LENGTH.lower()]))
         except (ValueError, KeyError, TypeError, struct.error) as error:

@@ -18,6 +18,7 @@ class LocalCritic:
     """data/interfaces.Critic by direct calls. Futures are done when they are returned; step ids obey the served critic's rules."""
 
     address = "in the actor's process"
+    draining = False
 
     def __init__(self, backend: CriticBackend, *, scoring_deadline: float = SCORING_DEADLINE) -> None:
         """scoring_deadline: seconds that a verifier has after the values are there."""
@@ -64,13 +65,14 @@ class LocalCritic:
         self._ledger.applied(step, metrics, digest=digest)
         return metrics
 
-    def prepare_save(self, step: int, folder: Path) -> "Future[None]":
+    def prepare_save(self, step: int, folder: Path, *, beside: bool = False) -> "Future[None]":
+        """At once, whatever `beside` says."""
         return _done(lambda: self._prepare_save(step, folder))
 
     def _prepare_save(self, step: int, folder: Path) -> None:
         if self._ledger.undefined is not None:
             raise ProtocolError(f"cannot save the critic of step {step}: {self._ledger.undefined}")
-        self._backend.prepare_save(step, folder)
+        self._backend.prepare_save(step, folder, beside=False)
 
     def commit(self, step: int) -> None:
         self._backend.commit(step)

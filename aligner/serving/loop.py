@@ -18,18 +18,22 @@ from typing import Any, Callable, NoReturn, Optional
 
 import torch.distributed as dist
 
+from aligner.runtime.stacks import Stacks
 from aligner.serving.backend import CriticBackend, Refused
 from aligner.serving.frames import Call, Op, broadcast_call
-from aligner.serving.protocol import RequestFailed
+from aligner.serving.protocol import JobLost, NotInStep, RequestFailed
 
 log = logging.getLogger(__name__)
 
 POLL = 0.2  # seconds between looks at the stop conditions while idle
+HUNG = 0.9  # of the collectives' timeout
 STUCK_GRACE = 60.0  # seconds that the other ranks have to end a call in which one has failed
 
 
 class JobFailed(RuntimeError):
     """The critic job cannot go on; the message is one sentence."""
+
+    kind = JobLost.kind
 
 
 class LostRank(JobFailed):
@@ -94,6 +98,7 @@ class Loop:
     """Calls in, one at a time, on every rank. `group`: the job's ranks, None for one rank alone. timeout: of its collectives, in
     seconds; it must exceed the longest call. Made on all ranks at once: it makes a gloo group of its own.
 
+    stacks: written where a call takes nearly as long as `timeout`, and before the process is cut short.
     deterministic: where several infer calls wait, the one with the smallest first sample id goes first."""
 
     def __init__(
@@ -105,10 +110,12 @@ class Loop:
         deterministic: bool = False,
         stuck_grace: float = STUCK_GRACE,
         timeout: float = 1800.0,
+        stacks: Optional[Stacks] = None,
     ) -> None:
         self._backend, self._group = backend, _own_group(group, timeout)
         self._heartbeat, self._deterministic = heartbeat, deterministic
         self._stuck_grace = stuck_grace
+        self._stacks, self._hung = stacks, HUNG * timeout
         self.before_exit: Callable[[], None] = lambda: (
             None
         )  # what has to be put in order where the process must be cut short
@@ -124,10 +131,11 @@ class Loop:
     # ---- threads that answer requests
 
     def submit(self, call: Call) -> "Future[Any]":
-        """Queue a call. Its future raises CallFailed where it failed. Raises RequestFailed where the job is ending."""
+        """Queue a call. Its future raises CallFailed where it failed, NotInStep where it asks for the values of another step.
+        Raises JobLost where the job is ending."""
         with self._changed:
             if self._closed is not None:
-                raise RequestFailed(f"the critic job is ending ({self._closed})")
+                raise JobLost(f"the critic job is ending ({self._closed})")
             work = Work(call)
             self._waiting.append(work)
             self._changed.notify()
@@ -171,7 +179,7 @@ class Loop:
             refused = list(self._waiting)
             self._waiting.clear()
         for work in refused:
-            work.future.set_exception(RequestFailed(f"the critic job is ending ({self._closed})"))
+            work.future.set_exception(JobLost(f"the critic job is ending ({self._closed})"))
 
     def release(self) -> None:
         """Let the other ranks leave their loop."""
@@ -198,9 +206,10 @@ class Loop:
 
     def _serve(self, work: Work) -> None:
         try:
+            self._check_step(work.call)
             self._broadcast(work.call)
             work.future.set_result(self._execute(work.call))
-        except CallFailed as error:
+        except (CallFailed, NotInStep) as error:
             work.future.set_exception(error)
         except JobFailed as error:
             work.future.set_exception(error)
@@ -208,6 +217,12 @@ class Loop:
         finally:
             self._running = None
             self.last_call = time.monotonic()
+
+    def _check_step(self, call: Call) -> None:
+        """Here, where calls have one order: values of a critic that was not yet brought back to its step would look like any other."""
+        wanted = None if call.rows is None or not call.rows.values else call.rows.critic_step
+        if wanted is not None and wanted != (at := self._backend.status()["step"]):
+            raise NotInStep(f"values of the critic after step {wanted} were asked for, and it is at step {at}")
 
     def _watch_for_stuck_ranks(self) -> None:
         while self._closed is None:
@@ -227,6 +242,8 @@ class Loop:
     def _exit_now(self, text: str) -> NoReturn:
         """The main thread hangs in a collective that no peer will join: nothing but the end of the process gets it out."""
         log.critical("%s", text)
+        if self._stacks is not None:
+            self._stacks.dump(text)
         print(f"error: {text}", file=sys.stderr, flush=True)
         self.close(text)
         time.sleep(1.0)  # for answers to be sent
@@ -251,6 +268,8 @@ class Loop:
     # ---- every rank
 
     def _broadcast(self, call: Optional[Call]) -> Call:
+        if self._stacks is not None:
+            self._stacks.expect(self._hung)
         try:
             call = broadcast_call(call, group=self._group)
         except Exception as error:
@@ -300,7 +319,9 @@ def run_call(backend: CriticBackend, call: Call) -> Any:
     if call.op is Op.TRAIN:
         return backend.train(call.step, call.batch)
     if call.op is Op.PREPARE_SAVE:
-        return backend.prepare_save(call.step, call.folder)
+        return backend.prepare_save(call.step, call.folder, beside=call.beside)
+    if call.op is Op.SAVED:
+        return backend.saved()
     if call.op is Op.COMMIT:
         return backend.commit(call.step)
     assert call.op is Op.RESTORE, call.op

@@ -9,7 +9,7 @@ import torch
 
 from aligner.data.batch import CriticBatch
 from aligner.serving import protocol
-from aligner.serving.protocol import Arrays, ProtocolError
+from aligner.serving.protocol import Arrays, NotInStep, ProtocolError
 
 BATCH_FIELDS = ("tokens", "lengths", "mask", "values", "returns", "sample_ids")
 
@@ -77,10 +77,9 @@ def check_batch(batch: Arrays, *, vocab_size: Optional[int] = None, max_length: 
 
 
 def split(
-    batch: CriticBatch, *, step: int, run_id: str, max_bytes: int = protocol.MAX_PART_BYTES
+    arrays: Arrays, *, step: int, run_id: str, max_bytes: int = protocol.MAX_PART_BYTES
 ) -> list[dict[str, np.ndarray]]:
-    """The requests, each of at most max_bytes, that carry one step's batch. Raises ProtocolError."""
-    arrays = encode_batch(batch)
+    """The requests, each of at most max_bytes, that carry one step's batch (encode_batch). Raises ProtocolError."""
     check_batch(arrays)
     rows = len(arrays["lengths"])
     per_row = sum(a.nbytes for a in arrays.values()) / rows
@@ -133,6 +132,12 @@ class Stored:
     answer: dict[str, Any]
 
 
+class StepRefused(ProtocolError):
+    """A train request for another step than the next one."""
+
+    kind = NotInStep.kind
+
+
 class TrainLedger:
     """Which step may be trained next, what was answered to the last one, and the parts of the one that is arriving.
 
@@ -165,7 +170,7 @@ class TrainLedger:
                 )
             return Stored(self._answer)
         rule = "is from the past" if step <= self.step else "leaves a gap"
-        raise ProtocolError(
+        raise StepRefused(
             f"train step {step} {rule}: the critic has applied step {self.step}, so the next is {self.step + 1}; "
             "restore the pair of checkpoints that the actor is at"
         )

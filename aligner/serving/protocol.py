@@ -1,4 +1,4 @@
-"""What crosses the wire between the two jobs, version 1: three endpoints, their arrays, and typed batches to and from them.
+"""What crosses the wire between the two jobs, version 2: three endpoints, their arrays, and typed batches to and from them.
 
 Legend: b rows of a request, S columns. Bytes are UTF-8; structured ones are JSON. Nothing is pickled, nothing is evaluated.
 This module needs numpy and torch only: no server, no client."""
@@ -13,12 +13,13 @@ import torch
 
 from aligner.data.batch import CriticAnswer, CriticRows, Score
 
-VERSION = 1
+VERSION = 2  # 2: critic_step, and the kind of a failure
 MAX_PART_BYTES = 16 * 1000 * 1000  # HTTP throughput into Triton peaks near 16 MB a request
 MAX_REQUEST_BYTES = 2 * MAX_PART_BYTES
 MAX_PARTS = 4096
 MAX_DEPTH = 64  # of JSON
 BUCKET = 64
+ANY_STEP = -1
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -29,6 +30,35 @@ class ProtocolError(ValueError):
 
 class RequestFailed(RuntimeError):
     """A request that the critic job answered with an error; the message is its one sentence."""
+
+    kind = "request"
+    """On the wire: what may be done about it. request: nothing, it fails each time."""
+
+
+class JobLost(RequestFailed):
+    """The critic job is ending, cannot be reached, or did not answer: whoever comes back at its place may be asked again."""
+
+    kind = "job"
+
+
+class NotInStep(RequestFailed):
+    """The critic is not at the step that the request is about: it may be asked again once it has been brought there."""
+
+    kind = "step"
+
+
+class SaveLost(RequestFailed):
+    """What was being written is no longer: another process than began it answers, and the critic may have trained on."""
+
+    kind = "save"
+
+
+FAILURES = {failure.kind: failure for failure in (RequestFailed, JobLost, NotInStep, SaveLost)}
+
+
+def failure(kind: str, text: str) -> RequestFailed:
+    """The exception for a failure that was answered. A kind of a later release is the plain one."""
+    return FAILURES.get(kind, RequestFailed)(text)
 
 
 @dataclass(frozen=True)
@@ -60,6 +90,7 @@ INFER = Endpoint(
         Field("sample_id", np.int64, (1,)),
         Field("truncated", np.bool_, (1,)),
         Field("want_values", np.bool_, (1,)),
+        Field("critic_step", np.int64, (1,)),  # the values are wanted of the critic after this step; -1: of any
         Field("meta", bytes, (1,)),
     ),
     outputs=(
@@ -67,7 +98,7 @@ INFER = Endpoint(
         Field("bootstrap", np.float32, (1,)),
         Field("score", np.float32, (1,)),  # NaN where nothing was scored or scoring failed: never a score of 0
         Field("parts", bytes, (1,)),  # JSON object; empty where this job does not score
-        Field("error", bytes, (1,)),  # empty, or JSON {"where": "request" | "score", "text": sentence}
+        Field("error", bytes, (1,)),  # empty, or JSON {"where": "score" | a RequestFailed's kind, "text": sentence}
     ),
 )
 TRAIN = Endpoint(
@@ -200,6 +231,7 @@ def encode_rows(rows: CriticRows) -> dict[str, np.ndarray]:
         "sample_id": rows.sample_ids.numpy().astype(np.int64)[:, None],
         "truncated": rows.truncated.numpy().astype(np.bool_)[:, None],
         "want_values": np.full((len(rows.lengths), 1), rows.values, np.bool_),
+        "critic_step": np.full((len(rows.lengths), 1), ANY_STEP if rows.critic_step is None else rows.critic_step),
         "meta": text_array(*(json.dumps(f) for f in rows.fields))[:, None],
     }
     check_arrays(INFER, arrays)
@@ -226,6 +258,9 @@ def check_rows(arrays: Arrays, *, vocab_size: Optional[int] = None, max_length: 
             )
         if max_length is not None and length > max_length:
             raise ProtocolError(f"sample {sample}: {length} tokens exceed the critic's maximum of {max_length}")
+    for name in ("want_values", "critic_step"):
+        if len(np.unique(arrays[name])) != 1:
+            raise ProtocolError(f"the rows of one request must share one {name}")
     if vocab_size is not None:
         check_tokens(tokens, vocab_size)
 
@@ -238,6 +273,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
 
 def decode_rows(arrays: Arrays) -> CriticRows:
     """Arrays of INFER -> CriticRows [b, S], int64 tokens."""
+    step = int(arrays["critic_step"][0, 0])
     return CriticRows(
         tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
         lengths=torch.from_numpy(arrays["length"][:, 0].astype(np.int64)),
@@ -246,6 +282,7 @@ def decode_rows(arrays: Arrays) -> CriticRows:
         truncated=torch.from_numpy(arrays["truncated"][:, 0].astype(np.bool_)),
         fields=[json_of(m, "meta") for m in arrays["meta"][:, 0]],
         values=bool(arrays["want_values"][0, 0]),
+        critic_step=None if step == ANY_STEP else step,
     )
 
 
@@ -262,32 +299,32 @@ def encode_answer(answer: CriticAnswer) -> dict[str, np.ndarray]:
     }
 
 
-def failed_answer(rows: int, width: int, text: str) -> dict[str, np.ndarray]:
-    """Outputs of INFER that say that the request failed."""
+def failed_answer(rows: int, width: int, text: str, *, kind: str = RequestFailed.kind) -> dict[str, np.ndarray]:
+    """Outputs of INFER that say that the request failed, and how (RequestFailed.kind)."""
     nan = np.full((rows, 1), np.nan, np.float32)
     return {
         "values": np.full((rows, width), np.nan, np.float32),
         "bootstrap": nan,
         "score": nan,
         "parts": text_array(*[""] * rows)[:, None],
-        "error": text_array(*[json.dumps({"where": "request", "text": text})] * rows)[:, None],
+        "error": text_array(*[json.dumps({"where": kind, "text": text})] * rows)[:, None],
     }
 
 
 def decode_answer(arrays: Arrays, *, width: int) -> CriticAnswer:
     """Outputs of INFER -> CriticAnswer with values [b, width]. Raises RequestFailed where the request as a whole failed."""
-    failures = [json_of(e, "error") if len(e) else None for e in arrays["error"][:, 0]]
-    for failure in failures:
-        if failure is not None and failure["where"] == "request":
-            raise RequestFailed(failure["text"])
-    values = torch.zeros(len(failures), width)
+    errors = [json_of(e, "error") if len(e) else None for e in arrays["error"][:, 0]]
+    for said in errors:
+        if said is not None and said["where"] != "score":
+            raise failure(said["where"], said["text"])
+    values = torch.zeros(len(errors), width)
     kept = min(width, arrays["values"].shape[1])
     values[:, :kept] = torch.from_numpy(arrays["values"][:, :kept].copy())
     scored = [len(p) > 0 for p in arrays["parts"][:, 0]]
     scores = None
     if any(scored):
         scores = [
-            Score(float(v), json_of(p, "parts"), failure["text"] if failure else None)
-            for v, p, failure in zip(arrays["score"][:, 0], arrays["parts"][:, 0], failures)
+            Score(float(v), json_of(p, "parts"), said["text"] if said else None)
+            for v, p, said in zip(arrays["score"][:, 0], arrays["parts"][:, 0], errors)
         ]
     return CriticAnswer(values, torch.from_numpy(arrays["bootstrap"][:, 0].copy()), scores)

@@ -5,6 +5,7 @@ Every failure is an answer: nothing is raised into Triton, whose error replies c
 import json
 import logging
 import time
+import uuid
 from typing import Any, Callable, Mapping, Optional, Protocol
 
 import numpy as np
@@ -26,16 +27,24 @@ class WireRequest(Protocol):
     parameters: Optional[Mapping[str, Any]]
 
 
+def kind_of(error: Exception) -> str:
+    """RequestFailed.kind of what was raised while a request was answered."""
+    return getattr(error, "kind", RequestFailed.kind)
+
+
 class Reception:
-    """Shared by the endpoints' threads. `last_spoken`: when the actor said something last (time.monotonic)."""
+    """Shared by the endpoints' threads. `last_spoken`: when the actor said something last (time.monotonic). `instance` names this
+    process: a client that sees another one knows that what it told the critic is forgotten."""
 
     def __init__(self, token: Optional[str]) -> None:
         self._token = token
+        self.instance = uuid.uuid4().hex
         self.last_spoken = time.monotonic()
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.draining = (
-            False  # in every reply of train and control: the job was told to end, and waits for the actor to save
-        )
+        self.actor_present = False
+        """An actor said hello, and has not said that it leaves."""
+        self.draining = False
+        """In every reply of train and control: the job was told to end, and waits for the actor to save."""
 
     def admit(self, request: WireRequest) -> None:
         """Raises ProtocolError for a request without the token, where one is asked for."""
@@ -57,10 +66,11 @@ class Reception:
     def reply(
         self, endpoint: str, request: WireRequest, act: Callable[[Arrays], dict[str, Any]]
     ) -> dict[str, np.ndarray]:
-        """The outputs of train and control: act's JSON, or the sentence of what it raised."""
+        """The outputs of train and control: act's JSON, or the kind and the sentence of what it raised."""
         try:
             self.admit(request)
-            reply = json.dumps({**act(request.data), "draining": self.draining})
-            return {"reply": protocol.text_array(reply), "error": protocol.text_array("")}
+            reply, text = act(request.data), ""
         except Exception as error:
-            return {"reply": protocol.text_array(""), "error": protocol.text_array(self.failure(endpoint, error))}
+            reply, text = {"kind": kind_of(error)}, self.failure(endpoint, error)
+        about = {"draining": self.draining, "instance": self.instance}
+        return {"reply": protocol.text_array(json.dumps({**reply, **about})), "error": protocol.text_array(text)}

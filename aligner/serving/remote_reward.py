@@ -20,8 +20,6 @@ from aligner.serving.protocol import RequestFailed
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = 60.0  # seconds between signs of life: a step may take longer than the reward job waits for an actor
-
 
 class RemoteReward:
     """Futures raise RequestFailed where a request as a whole failed; a sample that could not be scored is Score.error."""
@@ -40,7 +38,7 @@ class RemoteReward:
         Raises ContractError where no reward job answers in time or the jobs do not fit."""
         self._client = RemoteCritic(contract, config, endpoint_file=endpoint_file, say=say)
         self.address = self._client.address
-        self._closed = threading.Event()
+        self._closed, self._heartbeat = threading.Event(), config.heartbeat
         if keeps_alive:
             threading.Thread(target=self._keep_alive, name="reward keepalive", daemon=True).start()
 
@@ -60,7 +58,7 @@ class RemoteReward:
         self._client.close()
 
     def _keep_alive(self) -> None:
-        while not self._closed.wait(KEEP_ALIVE):
+        while not self._closed.wait(self._heartbeat):
             with contextlib.suppress(RequestFailed):  # the next request tells
                 self._client.status()
 

@@ -3,20 +3,22 @@
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Mapping, Optional
 
 import torch.distributed as dist
 
 from aligner.config.groups import ServingConfig
+from aligner.runtime.stacks import Stacks
 from aligner.serving import access
 from aligner.serving.backend import CriticBackend
 from aligner.serving.control import Control
+from aligner.serving.ending import Ending
 from aligner.serving.endpoint import EndpointInfo, remove_endpoint, write_endpoint
 from aligner.serving.hello import Contract
 from aligner.serving.inference import Inference
-from aligner.serving.loop import STUCK_GRACE, JobFailed, Loop, LostRank
+from aligner.serving.loop import STUCK_GRACE, Loop, LostRank
 from aligner.serving.metrics import MetricsServer
 from aligner.serving.observed import Handler, Latency
 from aligner.serving.reception import Reception
@@ -56,6 +58,8 @@ def serve(
     on_ready: Callable[[EndpointInfo], None] = lambda info: None,
     stuck_grace: float = STUCK_GRACE,
     timeout: float = 1800.0,
+    stacks: Optional[Stacks] = None,
+    drains: bool = True,
 ) -> str:
     """Serve until told to stop (should_stop, polled; the actor's stop; idle_timeout); returns the reason. Called on every rank.
 
@@ -63,6 +67,8 @@ def serve(
     should_stop is asked on rank 0 alone: the others leave when it does, so SIGTERM and SIGINT must not end them. stuck_grace:
     seconds that the other ranks have to end a call in which one raised; after that the process ends, for they wait inside a
     collective that the failed rank left.
+
+    drains: whether a job that is told to stop has something that the actor should save first.
 
     Raises ValueError for settings that cannot be served; JobFailed (on every rank) where the ranks cannot be kept in step or
     Triton died: exit at once then, without collectives."""
@@ -73,10 +79,13 @@ def serve(
         deterministic=config.deterministic,
         stuck_grace=stuck_grace,
         timeout=timeout,
+        stacks=stacks,
     )
     if group is not None and dist.get_rank(group) != 0:
         loop.follow()
         return "rank 0 ended"
+    if not drains:
+        config = replace(config, drain_timeout=0.0)
     try:
         reason = _serve_rank0(backend, loop, config, place=place, should_stop=should_stop, grid=grid, on_ready=on_ready)
     except LostRank:
@@ -144,7 +153,7 @@ def _serve_rank0(
         log.info("serving run %s at %s", info.run_id, info.address)
         on_ready(info)
         reception.spoken()
-        return loop.run(_reasons_to_end(reception, control, loop, triton, should_stop, config.idle_timeout))
+        return loop.run(Ending(reception, control, loop, triton, should_stop, config))
     finally:
         loop.close("it has ended")
         leave()
@@ -161,6 +170,7 @@ def _start_triton(
         max_rows=config.max_rows,
         queue_delay_us=0 if config.deterministic else config.queue_delay_us,
         log_file=place.log_file,
+        run=str(place.run_folder.resolve() / place.name),
     )
 
 
@@ -193,32 +203,3 @@ def _address_and_token_file(config: ServingConfig, place: Place) -> tuple[str, O
     if config.token_file is not None:
         return address, Path(config.token_file)
     return address, None if access.is_loopback(address) else place.token_file
-
-
-def _reasons_to_end(
-    reception: Reception,
-    control: Control,
-    loop: Loop,
-    triton: TritonServer,
-    should_stop: Callable[[], bool],
-    idle_timeout: float,
-) -> Callable[[], Optional[str]]:
-    """A function that gives the reason to end, or None; raises JobFailed where Triton died."""
-    checked = time.monotonic()
-
-    def why_end() -> Optional[str]:
-        nonlocal checked
-        now = time.monotonic()
-        if should_stop():
-            return "it was told to stop by a signal"
-        if control.stop_requested:
-            return "the actor job told it to stop"
-        if now - max(reception.last_spoken, loop.last_call) > idle_timeout:
-            return f"no actor spoke to it for serving.idle_timeout={idle_timeout:g} s"
-        if now - checked >= 1.0:
-            checked = now
-            if not triton.is_alive():
-                raise JobFailed(f"the Triton server process died; its log is {triton.log_file}")
-        return None
-
-    return why_end

@@ -3,16 +3,13 @@
 import contextlib
 import logging
 import os
-import re
-import shutil
 import socket
 import sysconfig
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
-from aligner.serving import access, protocol
+from aligner.serving import access, leftovers, protocol
 from aligner.serving.protocol import Endpoint, Field
 
 log = logging.getLogger(__name__)
@@ -20,8 +17,6 @@ log = logging.getLogger(__name__)
 EXIT_TIMEOUT = 5  # seconds that Triton waits for requests in flight when it ends
 STOP_DEADLINE = 40.0
 PORT_ATTEMPTS = 3
-WORKSPACE = re.compile(r"aligner-triton-(\d+)-")
-SHARED_MEMORY = re.compile(r"pytrtion(\d+)-")  # the library's own spelling
 
 Handler = Callable[[Sequence[Any]], list[dict[str, Any]]]
 
@@ -54,16 +49,6 @@ def check_port_free(address: str, port: int, *, key: str) -> None:
             ) from None
 
 
-def remove_leftovers() -> None:
-    """Workspaces and shared memory of ours whose process was killed before it could remove them."""
-    for folder, pattern in ((Path(tempfile.gettempdir()), WORKSPACE), (Path("/dev/shm"), SHARED_MEMORY)):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            match = pattern.match(path.name)
-            with contextlib.suppress(OSError):
-                if match and path.stat().st_uid == os.getuid() and not Path(f"/proc/{match[1]}").exists():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 class TritonServer:
     """A running Triton with the given handlers. Start it from the main thread: Triton ends with the thread that started it."""
 
@@ -77,12 +62,15 @@ class TritonServer:
         max_rows: int,
         queue_delay_us: int,
         log_file: Path,
+        run: str,
     ) -> None:
-        """port 0 takes a free one. Raises ValueError for an unusable Python or port, RuntimeError where Triton does not start."""
+        """port 0 takes a free one. run: what is served; leftovers of an earlier job of it are removed.
+
+        Raises ValueError for an unusable Python or port, RuntimeError where Triton does not start."""
         check_python()
         if port:
             check_port_free(address, port, key="serving.port")
-        remove_leftovers()
+        leftovers.remove_abandoned(run)
         self.log_file = log_file
         self._settings = {
             "handlers": handlers,
@@ -94,7 +82,8 @@ class TritonServer:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self.port = port or free_port(address)
-            self._home = Path(tempfile.mkdtemp(prefix=f"aligner-triton-{os.getpid()}-"))
+            self._home = leftovers.make_workspace(run)
+            self._guardian = leftovers.guard(self._home)
             try:
                 self._start()
                 return
@@ -137,7 +126,7 @@ class TritonServer:
         )
         for endpoint in protocol.ENDPOINTS:
             self._bind(endpoint)
-        with _environment():
+        with _environment(self._home):
             self._triton.run()
 
     def _bind(self, endpoint: Endpoint) -> None:
@@ -168,7 +157,9 @@ class TritonServer:
             stopping.join(STOP_DEADLINE)
             if stopping.is_alive():
                 log.warning("Triton did not end within %.0f s; its log is %s", STOP_DEADLINE, self.log_file)
-        shutil.rmtree(self._home, ignore_errors=True)
+        leftovers.remove(self._home, os.getpid())
+        self._guardian.terminate()
+        self._guardian.wait()
 
 
 def _tail(file: Path) -> str:
@@ -179,11 +170,11 @@ def _tail(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """What Triton's processes inherit: the libpython of this interpreter first (its backend would load another of the same
-    version), and no GPU (it would take memory on it)."""
+def _environment(home: Path) -> Iterator[None]:
+    """What Triton's processes inherit: a mark by which they are found where this process is killed, the libpython of this interpreter
+    first (its backend would load another of the same version), and no GPU (it would take memory on it)."""
     libraries = os.pathsep.join(filter(None, [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]))
-    changes = {"LD_LIBRARY_PATH": libraries, "CUDA_VISIBLE_DEVICES": ""}
+    changes = {"LD_LIBRARY_PATH": libraries, "CUDA_VISIBLE_DEVICES": "", leftovers.MARK: str(home)}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

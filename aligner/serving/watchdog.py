@@ -52,12 +52,13 @@ class Watchdog:
 
     def __init__(self, closed: threading.Event) -> None:
         self._closed = closed
+        self.info: Optional[EndpointInfo] = None  # where the server is now
         self._lock = threading.Lock()
         self._calls: set[Connection] = set()
         self._busy = threading.Event()
 
-    def start(self, info: EndpointInfo) -> None:
-        threading.Thread(target=self._probe, args=(info,), name="critic watchdog", daemon=True).start()
+    def start(self) -> None:
+        threading.Thread(target=self._probe, name="critic watchdog", daemon=True).start()
 
     @contextlib.contextmanager
     def over(self, connection: Connection) -> Iterator[None]:
@@ -86,14 +87,16 @@ class Watchdog:
         for call in overdue:
             call.cut("no whole answer before its deadline")
 
-    def _probe(self, info: EndpointInfo) -> None:
-        failures = 0
+    def _probe(self) -> None:
+        failures, info = 0, self.info
         while not self._closed.wait(PROBE_EVERY):
             self._cut_overdue()
             if not self._busy.is_set():
                 failures = 0
                 self._busy.wait(PROBE_EVERY)
                 continue
+            if info is not self.info:
+                failures, info = 0, self.info
             started = time.monotonic()
             try:
                 Connection(info.host, info.port, timeout=PROBE_TIMEOUT).ready()

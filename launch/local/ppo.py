@@ -3,7 +3,9 @@
     python launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic --actor-ranks 2 --actor parallel.pipeline=2
 
 Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. --reward-ranks starts a
-reward job too (reward.place=server), with the overrides after --reward and --both. The exit code is the actor's."""
+reward job too (reward.place=server), with the overrides after --reward and --both. A job that died (killed, or by an error that no
+setting explains) is started again, --restarts times at most each: the others wait for it, and the run goes on. The exit code is the
+actor's."""
 
 import argparse
 import contextlib
@@ -12,12 +14,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Optional, Sequence
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSALS = (2, 3, 4)  # exit codes of aligner/runtime/exit_codes.py: starting again as it was would not help
+ENDED = (0, 130)  # done, or stopped by Ctrl-C
 SAVING = 600  # seconds that ranks get after Ctrl-C to end their step and save; torchrun's own limit is 30
 GRACE = 30.0  # seconds a job gets to end by itself before it is killed
 
@@ -28,6 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--critic-config", default="ppo_critic", help="configuration in conf/ of the critic job")
     parser.add_argument("--actor-ranks", type=positive, default=1)
     parser.add_argument("--critic-ranks", type=positive, default=1)
+    parser.add_argument("--restarts", type=int, default=2, help="how often each job is started again (default: 2)")
     parser.add_argument("--critic-log", type=Path, help="file for the critic job's output; default: this terminal")
     parser.add_argument("--reward-config", default="reward_model", help="configuration in conf/ of the reward job")
     parser.add_argument("--reward-ranks", type=int, default=0, help="0: there is no reward job")
@@ -59,12 +65,43 @@ def training_share(cores: int, ranks: int) -> list[str]:
     return [] if "OMP_NUM_THREADS" in os.environ else [f"parallel.training_threads={max(1, cores // ranks)}"]
 
 
-def start(argv: list[str], output) -> subprocess.Popen:
-    # Threads that spin while they wait would starve the other job where both share the cores.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-    return subprocess.Popen(
-        argv, env=environment, start_new_session=True, stdout=output, stderr=output and subprocess.STDOUT
-    )
+@dataclass
+class Job:
+    """One job and its present process. restarts: how often it may still be started again."""
+
+    name: str
+    command: list[str]
+    restarts: int
+    log: Optional[Path] = None
+    process: subprocess.Popen = field(init=False)
+    _output: Optional[IO] = None
+
+    def start(self) -> None:
+        if self.log and self._output is None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self._output = self.log.open("w")
+        # Threads that spin while they wait would starve the other job where both share the cores.
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        output = {"stdout": self._output, "stderr": self._output and subprocess.STDOUT}
+        self.process = subprocess.Popen(self.command, env=environment, start_new_session=True, **output)
+
+    @property
+    def code(self) -> Optional[int]:
+        """Exit code; None while it runs."""
+        return self.process.poll()
+
+    def starts_again(self) -> bool:
+        """Whether it died and could be started again, which is done."""
+        if self.code in ENDED or self.code in REFUSALS or not self.restarts:
+            return False
+        self.restarts -= 1
+        self.tell(f"starting it again ({self.restarts} more times at most)")
+        self.start()
+        return True
+
+    def tell(self, what: str) -> None:
+        where = f"; the end of {self.log}:\n{tail(self.log)}" if self.log else ""
+        print(f"the {self.name} job ended with exit code {self.code}: {what}{where}", file=sys.stderr, flush=True)
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -86,20 +123,23 @@ def kill(process: subprocess.Popen) -> None:
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    jobs = []
+    jobs: list[Job] = []
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         both = training_share(len(os.sched_getaffinity(0)), args.actor_ranks + args.critic_ranks) + args.both
         critic_command = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, both + args.critic)
-        critic = start(critic_command, opened(args.critic_log))
-        jobs.append(critic)
-        if args.reward_ranks:  # if it fails, the actor ends with what it was told
+        actor_command = command("train_ppo_actor.py", args.actor_ranks, args.actor_config, both + args.actor)
+        planned = [Job("critic", critic_command, args.restarts, args.critic_log)]
+        if args.reward_ranks:  # if it fails for good, the actor ends with what it was told
             reward = command("serve_reward_model.py", args.reward_ranks, args.reward_config, both + args.reward)
-            jobs.append(start(reward, opened(args.reward_log)))
-        actor = start(command("train_ppo_actor.py", args.actor_ranks, args.actor_config, both + args.actor), None)
-        jobs.append(actor)
-        return watch(actor, critic, args.critic_log)
+            planned.append(Job("reward", reward, args.restarts, args.reward_log))
+        planned.append(Job("actor", actor_command, args.restarts))
+        for job in planned:
+            job.start()
+            jobs.append(job)
+        critic, *others, actor = jobs
+        return watch(actor=actor, critic=critic, others=others)
     except KeyboardInterrupt:
         print("stopping: the step that runs is ended and saved first; Ctrl-C again ends it at once", file=sys.stderr)
         return interrupted(jobs)
@@ -107,21 +147,14 @@ def main() -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # another Ctrl-C must not leave a job behind
         for job in reversed(jobs):  # the actor first: it saves with the critic's help
-            if job.poll() is None:
-                job.terminate()
-            stop(job)
+            if job.code is None:
+                job.process.terminate()
+            stop(job.process)
 
 
-def opened(log: Path | None):
-    if log is None:
-        return None
-    log.parent.mkdir(parents=True, exist_ok=True)
-    return log.open("w")
-
-
-def interrupted(jobs: list[subprocess.Popen]) -> int:
+def interrupted(jobs: list[Job]) -> int:
     """Ask the actor to stop as Ctrl-C asks a job, and wait for it, with the critic alive. Another Ctrl-C kills it."""
-    actor = jobs[-1]
+    actor = jobs[-1].process
     try:
         if len(jobs) > 1 and actor.poll() is None:
             actor.send_signal(signal.SIGINT)
@@ -131,22 +164,25 @@ def interrupted(jobs: list[subprocess.Popen]) -> int:
     return 130
 
 
-def watch(actor: subprocess.Popen, critic: subprocess.Popen, critic_log) -> int:
-    """The actor's exit code, once it has ended and the critic with it. A critic that fails first ends the actor too."""
+def watch(*, actor: Job, critic: Job, others: Sequence[Job] = ()) -> int:
+    """The actor's exit code, once it has ended for good and the critic with it. A critic that fails for good ends the actor too."""
     critic_failed_at = None
-    while actor.poll() is None:
+    while actor.code is None or actor.starts_again():
         time.sleep(0.2)
-        if critic.poll() not in (None, 0) and critic_failed_at is None:
+        for job in others:
+            if job.code not in (None, 0):
+                job.starts_again()
+        if critic_failed_at is not None:
+            if time.monotonic() - critic_failed_at > GRACE:
+                return critic.code
+        elif critic.code not in (None, 0) and not critic.starts_again():
             critic_failed_at = time.monotonic()
-            where = f"; the end of {critic_log}:\n{tail(critic_log)}" if critic_log else ""
-            print(f"the critic job ended with exit code {critic.returncode}{where}", file=sys.stderr, flush=True)
-            if critic.returncode in REFUSALS:  # the actor would wait for it in vain
-                return critic.returncode
-        if critic_failed_at and time.monotonic() - critic_failed_at > GRACE:
-            return critic.returncode
+            critic.tell("the actor job ends too")
+            if critic.code in REFUSALS:  # the actor would wait for it in vain
+                return critic.code
     with contextlib.suppress(subprocess.TimeoutExpired):  # `stop` ends it then
-        critic.wait(GRACE if actor.returncode == 0 else 0.1)
-    return actor.returncode
+        critic.process.wait(GRACE if actor.code == 0 else 0.1)
+    return actor.code
 
 
 def tail(file: Path, lines: int = 8) -> str:

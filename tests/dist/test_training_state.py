@@ -2,6 +2,7 @@
 
 Each checkpoint is loaded by other processes than wrote it, into a model that has trained on something else in the meantime."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -25,6 +26,8 @@ SAVED = {
     "zero-bfloat16": (2, DATA, True, "bfloat16"),
     "plain-bfloat16": (2, TENSOR, False, "bfloat16"),
 }
+# Written while the policy trains on: what is loaded is what it was when the save began
+BESIDE = {"plain-pipeline", "zero-data", "zero-bfloat16"}
 # name -> grids of two ranks that also load it
 ELSEWHERE = {
     "plain": [DATA, TENSOR, PIPELINE, VIRTUAL],
@@ -40,6 +43,14 @@ def _continue(policy):
     return metrics, policy.logprobs(rollouts_of(policy_batch(9)), temperature=1.0).numpy()
 
 
+def _digests_are_right(folder):
+    """Every file is listed, with what hashlib says of it."""
+    listed = json.loads((folder / "digests.json").read_text())
+    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    files.pop("digests.json")
+    assert listed == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
 def _save_body(rank, source, folders):
     """Two steps, a save, and two more steps of each case."""
     found = {}
@@ -49,8 +60,12 @@ def _save_body(rank, source, folders):
             policy = _policy(source, topology, zero=zero, dtype=dtype, warmup_steps=3)
             for seed in (0, 1):
                 policy.train(policy_batch(seed))
-            policy.save(folder, extra={"step": 2, "note": "two"})
+            saving = policy.save(folder, extra={"step": 2, "note": "two"}, beside=name in BESIDE)
             found[name] = _continue(policy)
+            if name in BESIDE:
+                assert not (folder / "digests.json").exists() and not (folder / "trainer_state.json").exists()
+                saving.finish()
+            _digests_are_right(folder)
     return found
 
 

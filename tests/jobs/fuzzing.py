@@ -14,7 +14,7 @@ from aligner.serving import protocol
 from aligner.serving.client import RemoteCritic
 from aligner.serving.endpoint import read_endpoint
 from aligner.serving.kserve import DATATYPES, HEADER_LENGTH, Connection, request_body, response_arrays, short_reason
-from aligner.serving.parts import digest_of, split
+from aligner.serving.parts import digest_of, encode_batch, split
 from aligner.serving.protocol import CONTROL, INFER, TRAIN, Endpoint, Field
 from tests.jobs.serving_job import CONTRACT, MAX_LENGTH, VOCAB, Job, check_answer, make_batch, make_rows
 
@@ -163,6 +163,7 @@ def _infer_values(rng: np.random.Generator) -> Hostile:
         "length": lambda: put("length", _pick(rng, (*INTS, 0, columns + 1))),
         "prompt_length": lambda: put("prompt_length", _pick(rng, (*INTS, 0, columns + 1))),
         "tokens": lambda: put("tokens", _pick(rng, (*INTS, VOCAB))),
+        "critic_step": lambda: put("critic_step", _pick(rng, (-(2**63), -2, 1, 2**63 - 1))),
         "meta": lambda: put("meta", _pick(rng, _not_an_object(rng))),
         "too long": lambda: _too_long(count),
         "too many rows": lambda: protocol.encode_rows(make_rows(1, rows=65)),
@@ -191,7 +192,7 @@ def _train_request(step: int = 1, **changes: Any) -> dict[str, np.ndarray]:
 
 
 def _parts(batch: Any, step: int) -> list[dict[str, np.ndarray]]:
-    return split(batch, step=step, run_id=CONTRACT.run_id)
+    return split(encode_batch(batch), step=step, run_id=CONTRACT.run_id)
 
 
 def _train_values(rng: np.random.Generator) -> Hostile:
@@ -233,6 +234,7 @@ def _control(rng: np.random.Generator) -> Hostile:
     contract = CONTRACT.as_dict()
     hello = {"op": "hello", "contract": {**contract, _pick(rng, contract): _pick(rng, ([], {}, 1.5, True))}}
     lacks = {k: v for k, v in contract.items() if k != "vocab_size"}
+    nonce = _pick(rng, (7, "x", [], {}, {"name": "../../etc/passwd"}, {"name": "0" * 31}, {"name": ["0" * 32]}))
     folder = _pick(rng, ("/etc", "..", "\0", "x" * 5000, 7, None, ["a"]))
     requests = (
         *_not_an_object(rng),
@@ -244,6 +246,8 @@ def _control(rng: np.random.Generator) -> Hostile:
         json.dumps({"op": "hello", "contract": lacks}).encode(),
         b'{"op": "hello"}',
         b'{"op": "hello", "contract": []}',
+        json.dumps({"op": "hello", "contract": contract, "nonce": nonce}).encode(),
+        json.dumps({"op": "saved", "step": 0, "folder": folder}).encode(),
         json.dumps({"op": "prepare_save", "step": 0, "folder": folder}).encode(),
         json.dumps({"op": "prepare_save", "step": 9, "folder": "x"}).encode(),
         json.dumps({"op": "restore", "step": 0, "folder": folder or 7}).encode(),

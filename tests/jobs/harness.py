@@ -131,6 +131,28 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL to one rank, and to nothing that it started."""
+        os.kill(self.pids[rank], signal.SIGKILL)
+
+    def paused(self, rank: int = 0, deadline: float = DEADLINE) -> int:
+        """pid of the rank, once it stands still at the point that `fault` named."""
+        pid, until = self.pids[rank], time.monotonic() + deadline
+        while state_of(pid) != "T":
+            assert time.monotonic() < until and self.server.code(pid) is None, (
+                f"rank {rank} does not stand still\n{self.tail()}"
+            )
+            time.sleep(0.05)
+        return pid
+
+    def children(self, name: str, deadline: float = DEADLINE) -> list[int]:
+        """pids of the job's processes with `name` in their command, once there are some."""
+        until = time.monotonic() + deadline
+        while not (found := [pid for pid, command in marked_processes(self).items() if name in command]):
+            assert time.monotonic() < until, f"no process {name}\n{self.tail()}"
+            time.sleep(0.05)
+        return found
+
     def leftovers(self, patience: float = 20.0) -> list[str]:
         """Command lines of processes that the job's ranks started and that still live after `patience` seconds."""
         until = time.monotonic() + patience
@@ -238,7 +260,9 @@ ACTOR_SETTINGS = (
     "validation.max_prompts=8",
     "critic.infer_batch_size=4",
     "critic.connect_timeout=120",
-    "critic.request_timeout=120",
+    "critic.request_timeout=60",
+    "critic.reconnect_timeout=60",
+    "critic.heartbeat=1",
     "parallel.timeout=120",
     "logging.tensorboard=false",
 )
@@ -313,15 +337,28 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def state_of(pid: int) -> str:
+    """One letter of /proc: R, S, T (stopped), Z ...; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
 def processes_of(job: Job) -> list[str]:
-    """Command lines of living processes with the job's mark in their environment, or that name one of its ranks as their parent."""
-    found = []
+    return list(marked_processes(job).values())
+
+
+def marked_processes(job: Job) -> dict[int, str]:
+    """Command lines, by pid, of living processes with the job's mark in their environment, or that name one of its ranks as their
+    parent."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
             marked = f"{MARK}={job.errors}\0" in (folder / "environ").read_text(errors="replace")
             if marked or any(f'"parent": {pid}}}' in command for pid in job.pids):
-                found.append(command)
+                found[int(folder.name)] = command
     return found
 
 

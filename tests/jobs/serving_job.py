@@ -92,10 +92,16 @@ class FakeCritic:
         self.step = step
         return {"loss": self.weight, "rows": float(len(batch.lengths))}
 
-    def prepare_save(self, step, folder):
+    def prepare_save(self, step, folder, *, beside):
+        self.writing = 2 if beside else 0
         if self.rank == 0:
             folder.mkdir(parents=True)
             (folder / "critic.json").write_text(json.dumps({"step": step, "weight": self.weight}))
+
+    def saved(self):
+        """A save beside training takes until it was asked after twice."""
+        self.writing -= 1
+        return self.writing < 0
 
     def commit(self, step):
         pass
@@ -158,13 +164,19 @@ class Job:
                 "WORLD_SIZE": str(WORLD),
                 "http_proxy": "http://127.0.0.1:9",
             }
-            command = [sys.executable, __file__, str(run_folder), json.dumps({"bind": "127.0.0.1", **settings})]
+            command = [
+                sys.executable,
+                __file__,
+                str(run_folder),
+                json.dumps({"bind": "127.0.0.1", "drain_timeout": 0.0, **settings}),
+            ]
             log = (run_folder / f"stdout{rank}").open("w")
             self.ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
 
     def client(self, contract: Contract = CONTRACT, *, endpoint=None, trains=False, **settings) -> RemoteCritic:
         config = CriticClientConfig(
-            endpoint=endpoint, **{"connect_timeout": 120.0, "request_timeout": 60.0, **settings}
+            endpoint=endpoint,
+            **{"connect_timeout": 120.0, "request_timeout": 60.0, "reconnect_timeout": 2.0, **settings},
         )
         return RemoteCritic(contract, config, endpoint_file=self.endpoint_file, trains=trains, say=lambda text: None)
 

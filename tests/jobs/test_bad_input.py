@@ -146,7 +146,7 @@ def test_a_tokenizer_that_differs_then_stops_and_continues(jobs: Launcher, tmp_p
         assert "Traceback" not in job.stderr and job.leftovers() == []
 
     serving.signal(signal.SIGTERM)
-    assert serving.wait(60) == [0], serving.tail()
+    assert serving.wait(60) == [ExitCode.REQUEUE], serving.tail()
     assert serving.leftovers() == []
 
 

@@ -24,7 +24,7 @@ from aligner.serving import parts, protocol
 from aligner.serving.client import RemoteCritic
 from aligner.serving.endpoint import read_endpoint
 from aligner.serving.kserve import Connection
-from aligner.serving.protocol import INFER, TRAIN, ProtocolError, RequestFailed
+from aligner.serving.protocol import CONTROL, INFER, TRAIN, ProtocolError, RequestFailed, SaveLost
 from tests.jobs.fuzzing import fuzz, oversized, refusal
 from tests.jobs.serving_job import (
     CONTRACT,
@@ -211,7 +211,7 @@ def test_gaps_replays_and_other_batches_are_refused(fresh):
 
 def test_parts_out_of_order_and_repeated(served, fresh):
     batch = make_batch(2, rows=40)
-    requests = parts.split(batch, step=1, run_id="r1", max_bytes=13 * 64 * 8 + 200)
+    requests = parts.split(parts.encode_batch(batch), step=1, run_id="r1", max_bytes=13 * 64 * 8 + 200)
     assert len(requests) >= 5
     info = read_endpoint(served.endpoint_file)
 
@@ -266,9 +266,25 @@ def test_save_and_restore(served, fresh):
         fresh.restore(1, Path("/tmp"))
 
 
+def test_a_save_beside_training(served, fresh):
+    """Train requests go on while it is written; the future is done once it is."""
+    fresh.train(1, make_batch(2)).result(60)
+    folder = served.run_folder / f"pair_{time.monotonic_ns()}" / "critic"
+    half = fresh.prepare_save(1, folder, beside=True)
+    assert fresh.train(2, make_batch(1)).result(60)["loss"] == 4.0
+    half.result(60)
+    fresh.restore(1, folder)
+    assert fresh.status()["step"] == 1
+    other = served.run_folder / "another" / "critic"
+    with pytest.raises(
+        SaveLost, match="critic of step 1 is not being written"
+    ):  # what a critic that came back would say
+        fresh._tell({"op": "saved", "step": 1, "folder": str(other)})
+
+
 def test_unknown_op(critic):
-    with pytest.raises(RequestFailed, match="unknown control op 'reboot'; version 1 has hello, status"):
-        critic._control({"op": "reboot"})
+    with pytest.raises(RequestFailed, match="unknown control op 'reboot'; version 2 has hello, status"):
+        critic._tell({"op": "reboot"})
 
 
 MISMATCHES = {
@@ -278,7 +294,7 @@ MISMATCHES = {
     "reward": ({"reward_kind": "model"}, "reward.kind=model, it scores with task"),
     "run": ({"run_id": "r2"}, "run 'r2', the critic job serves run 'r1': set run.name"),
     "step": ({"step": 7}, "the actor is at step 7, the critic at step 0: restore the pair of step 7"),
-    "version": ({"protocol": 2}, "the actor job speaks protocol version 2, the critic job version 1"),
+    "version": ({"protocol": 1}, "the actor job speaks protocol version 1, the critic job version 2"),
 }
 
 
@@ -287,6 +303,47 @@ def test_hello_refuses_a_mismatch(served, fresh, name):
     change, sentence = MISMATCHES[name]
     with pytest.raises(ContractError, match=sentence):
         served.client(replace(CONTRACT, **change)).close()
+
+
+def test_an_actor_of_version_1_is_refused_in_its_own_words(served, critic):
+    """The request as version 1 sent it, and the sentence where version 1 looks for it."""
+    names = ("tokenizer_fingerprint", "chat_template", "vocab_size", "max_length", "reward_kind", "run_id", "step")
+    contract = {name: getattr(CONTRACT, name) for name in names} | {"train_rows": 8, "infer_rows": 4, "protocol": 1}
+    request = {"request": protocol.text_array(json.dumps({"op": "hello", "contract": contract}))}
+    info = read_endpoint(served.endpoint_file)
+    answer = Connection(info.host, info.port, timeout=30).infer(CONTROL, request, {})
+    sentence = "the actor job speaks protocol version 1, the critic job version 2: run both from one release"
+    assert sentence in answer["error"][0].decode() and "the actor job is older" in answer["error"][0].decode()
+
+
+def test_the_run_folder_is_proved(served, critic):
+    """Whoever cannot make the critic job read a file of its run folder is refused, and nothing else is read."""
+    info = read_endpoint(served.endpoint_file)
+    for nonce, sentence in (
+        ({"name": "0" * 32, "text": "x", "folder": "/elsewhere"}, "run folder (/elsewhere) is not the critic job's"),
+        ({"name": "../critic", "text": "x"}, "a name of 32 hexadecimal digits"),
+    ):
+        request = {"op": "hello", "contract": CONTRACT.as_dict(), "nonce": nonce}
+        arrays = {"request": protocol.text_array(json.dumps(request))}
+        answer = Connection(info.host, info.port, timeout=30).infer(CONTROL, arrays, {})
+        assert sentence in answer["error"][0].decode()
+    assert not list(served.endpoint_file.parent.glob("*.nonce"))  # those of clients are gone
+
+
+def test_a_half_that_is_written_is_not_written_again(served, fresh):
+    """The answer was lost, or the request comes twice; and a pair that was committed since is never touched."""
+    fresh.train(1, make_batch(2)).result(60)
+    folder = served.run_folder / f"pair_{time.monotonic_ns()}" / "critic"
+    fresh.prepare_save(1, folder).result(60)
+    (folder / "critic.json").write_text("untouched")
+    fresh.prepare_save(1, folder).result(60)
+    assert (folder / "critic.json").read_text() == "untouched"
+    (folder.parent / "COMMITTED").write_text("{}")
+    fresh.restore(0, None)
+    fresh.train(1, make_batch(2)).result(60)
+    with pytest.raises(RequestFailed, match="is committed already"):
+        fresh.prepare_save(1, folder).result(60)
+    assert (folder / "critic.json").read_text() == "untouched"
 
 
 def test_another_chat_template_is_a_warning(served, critic):
@@ -304,7 +361,11 @@ def test_status_for_people(served, critic):
     out = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
     assert out.returncode == 0, out.stderr
     lines = dict(line.split(maxsplit=1) for line in out.stdout.splitlines() if len(line.split()) > 1)
-    assert lines["run_id"] == "r1" and lines["protocol"] == "1" and lines["pid"] == str(served.ranks[0].pid)
+    assert (
+        lines["run_id"] == "r1"
+        and lines["protocol"] == str(protocol.VERSION)
+        and lines["pid"] == str(served.ranks[0].pid)
+    )
 
 
 def test_metrics(served, fresh):

@@ -15,6 +15,10 @@ class ScriptedCritic:
     def __init__(self, fails_at=None):
         self.weights, self.fails_at = 0, fails_at
 
+    @property
+    def step_count(self):
+        return self.weights
+
     def observe(self, returns, mask):
         self.observed = returns.shape
 
@@ -47,7 +51,7 @@ def job(critic):
 def test_a_step_is_all_its_epochs_and_mini_batches():
     served = job(ScriptedCritic())
     assert served.train(1, batch(4)) == {"loss": pytest.approx((1 + 2 + 3 + 4) / 4), "skipped": 0.0, "empty": 0.0}
-    assert served.status() == {"step": 1}
+    assert served.status() == {"step": 1, "weight_version": 4}
     with pytest.raises(Refused, match="step 2 has 3 rows.*critic.mini_batch_size=2"):
         served.train(2, batch(3))
 

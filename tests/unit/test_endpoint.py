@@ -3,7 +3,6 @@
 Contract: whatever is wrong ends in one sentence that names the file or the address and the setting, within the deadline."""
 
 import json
-import os
 import re
 import socket
 import threading
@@ -16,7 +15,7 @@ import pytest
 
 from aligner.config.groups import CriticClientConfig
 from aligner.runtime.errors import ContractError
-from aligner.serving import access, client, protocol, watchdog
+from aligner.serving import access, link, protocol, watchdog
 from aligner.serving.client import RemoteCritic
 from aligner.serving.endpoint import (
     EndpointInfo,
@@ -186,7 +185,9 @@ BAD_ANSWERS = {
     "not http": (b"SSH-2.0-OpenSSH\r\n", ConnectionError, "SSH"),
     "cut": (http(b"abc")[:-1], ConnectionError, "the server closed the connection"),
     "another server": (http(b"<html>hello</html>"), ConnectionError, "not one of an aligner control endpoint"),
-    "an error": (http(b'{"error": "unknown model"}', "400 Bad"), RequestFailed, "unknown model"),
+    "an error": (http(b'{"error": "wrong shape"}', "400 Bad"), RequestFailed, "status 400: wrong shape"),
+    "starting": (http(b'{"error": "unknown model"}', "400 Bad"), ConnectionError, "unknown model"),
+    "a dead backend": (http(b'{"error": "stub is not healthy"}', "500 Internal"), ConnectionError, "not healthy"),
     "no token": (http(b"", "403 Forbidden"), RequestFailed, "without the right token"),
     "wrong sizes": (
         http(b'{"outputs": []}abc', extra="Inference-Header-Content-Length: 15\r\n"),
@@ -245,7 +246,8 @@ def fake_critic(on_other):
         if b"/v2/health/ready" in data:
             connection.sendall(http(b""))
         elif b'"hello"' in data:
-            reply = {"contract": {**CONTRACT.as_dict(), "step": 0}, "warnings": [], "max_rows": 8, "draining": False}
+            reply = {"contract": {**CONTRACT.as_dict(), "step": 0}, "warnings": [], "max_rows": 8}
+            reply |= {"draining": False, "instance": "i1", "weights_undefined": None}
             empty = protocol.text_array("")
             connection.sendall(outputs(CONTROL, {"reply": protocol.text_array(json.dumps(reply)), "error": empty}))
         else:
@@ -261,7 +263,7 @@ def connect(port: int, **settings) -> RemoteCritic:
 
 def test_a_request_has_a_deadline():
     with misbehaving(fake_critic(lambda c: time.sleep(5))) as port:
-        critic = connect(port, request_timeout=0.3)
+        critic = connect(port, request_timeout=0.3, reconnect_timeout=0.0)
         assert critic.critic_contract.step == 0 and critic.max_rows == 8
         with pytest.raises(
             RequestFailed, match=rf"^control at 127.0.0.1:{port}: no answer within 0 s \(critic.request_timeout\)$"
@@ -273,7 +275,7 @@ def test_a_request_has_a_deadline():
 def test_the_watchdog_ends_calls_to_a_dead_server(monkeypatch):
     monkeypatch.setattr(watchdog, "PROBE_EVERY", 0.05)
     with misbehaving(fake_critic(lambda c: time.sleep(60))) as port:
-        critic = connect(port)
+        critic = connect(port, reconnect_timeout=0.0)
         future = critic.prepare_save(1, "folder")
         time.sleep(0.3)
         assert not future.done()
@@ -287,14 +289,26 @@ def test_the_watchdog_ends_calls_to_a_dead_server(monkeypatch):
 
 def test_a_server_of_another_version_is_refused():
     def answer(connection, data):
-        reply = {"contract": {**CONTRACT.as_dict(), "protocol": 2}, "warnings": [], "max_rows": 8}
+        reply = {"contract": {**CONTRACT.as_dict(), "protocol": 3}, "draining": False}
         arrays = {"reply": protocol.text_array(json.dumps(reply)), "error": protocol.text_array("")}
         connection.sendall(http(b"") if b"ready" in data else outputs(CONTROL, arrays))
 
     with (
         misbehaving(answer) as port,
-        pytest.raises(ContractError, match="the critic job version 2.*the actor job is older"),
+        pytest.raises(ContractError, match="the critic job version 3.*the actor job is older"),
     ):
+        connect(port)
+
+
+def test_the_refusal_of_a_critic_of_version_1_is_understood():
+    """It knows neither kinds of failures nor instances: an empty reply, and its sentence."""
+    sentence = "the two jobs do not fit together: the actor job speaks protocol version 2, the critic job version 1"
+
+    def answer(connection, data):
+        arrays = {"reply": protocol.text_array(""), "error": protocol.text_array(sentence)}
+        connection.sendall(http(b"") if b"ready" in data else outputs(CONTROL, arrays))
+
+    with misbehaving(answer) as port, pytest.raises(ContractError, match=f"refuses: {sentence}"):
         connect(port)
 
 
@@ -306,7 +320,7 @@ def test_absent_critic_is_named_within_its_deadline():
         ContractError, match=rf"critic job at 127.0.0.1:{port} .connection refused|does not answer.*critic.endpoint=127"
     ):
         connect(port, connect_timeout=0.5)
-    assert client.EXPLICIT_TIMEOUT == 10.0
+    assert link.EXPLICIT_TIMEOUT == 10.0
 
 
 def test_closing_ends_what_is_in_flight():
@@ -348,19 +362,6 @@ def test_status_of_nobody(capsys, tmp_path):
     assert status_main([f"127.0.0.1:{port}"]) == 1
     assert capsys.readouterr().err == f"error: no status from 127.0.0.1:{port}: connection refused\n"
     assert status_main(["nonsense"]) == 1
-
-
-def test_leftovers_of_the_dead_are_removed(tmp_path, monkeypatch):
-    import tempfile
-
-    from aligner.serving import triton_server
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = 2**22 + 1  # above the largest pid
-    for name in (f"aligner-triton-{dead}-a", f"aligner-triton-{os.getpid()}-b", f"other-{dead}-c"):
-        (tmp_path / name / "workspace").mkdir(parents=True)
-    triton_server.remove_leftovers()
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"aligner-triton-{os.getpid()}-b", f"other-{dead}-c"])
 
 
 def test_unused_ports_and_taken_ones():

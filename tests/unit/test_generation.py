@@ -76,7 +76,7 @@ def requests(n):
 def test_rows_values_and_scores_belong_together():
     critic = ScriptedCritic()
     phase = generation(critic)
-    rollouts, pending = phase.run(*requests(7))
+    rollouts, pending = phase.run(*requests(7), critic_step=4)
     answers = phase.answers(pending, rollouts)
     assert rollouts.sample_ids.tolist() == list(range(7)) and rollouts.weight_version == 3
     assert [s.value for s in answers.scores] == list(range(7))
@@ -87,13 +87,13 @@ def test_rows_values_and_scores_belong_together():
 
 def test_a_chunk_is_asked_about_while_others_generate():
     critic = ScriptedCritic()
-    generation(critic).run(*requests(7))
+    generation(critic).run(*requests(7), critic_step=0)
     assert critic.chunks == [[3, 5, 6], [1, 2, 4], [0]]
 
 
 def test_a_failed_score_is_an_error_that_names_the_sample():
     phase = generation(ScriptedCritic(fail_on=2))
-    rollouts, pending = phase.run(*requests(4))
+    rollouts, pending = phase.run(*requests(4), critic_step=0)
     with pytest.raises(RuntimeError, match="sample 2 failed: verifier died"):
         phase.answers(pending, rollouts)
 
@@ -102,14 +102,14 @@ def test_an_engine_that_stalls_is_an_error():
     phase = generation(ScriptedCritic())
     phase.engine.completed = lambda timeout: []
     with pytest.raises(RuntimeError, match="finished nothing in 5 s"):
-        phase.run(*requests(2))
+        phase.run(*requests(2), critic_step=0)
 
 
 def test_an_engine_or_critic_that_raises_is_told_to_all_ranks():
     phase = generation(ScriptedCritic())
     phase.critic.infer = lambda rows: (_ for _ in ()).throw(ValueError("too many rows"))
     with pytest.raises(RuntimeError, match="rank 0: too many rows"):
-        phase.run(*requests(2))
+        phase.run(*requests(2), critic_step=0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

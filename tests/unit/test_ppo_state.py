@@ -18,6 +18,9 @@ class ScriptedCheckpoints:
     def save(self, step, state, *, validation):
         self.pairs.append((step, validation))
 
+    def settle(self, *, wait):
+        pass
+
 
 def trainer(checkpoints=None, critic=None, **ppo):
     config = ActorConfig()

@@ -21,7 +21,7 @@ from aligner.serving.backend import Refused
 from aligner.serving.frames import Call, Op
 from aligner.serving.local import LocalCritic
 from aligner.serving.loop import CallFailed, Loop
-from aligner.serving.protocol import INFER, TRAIN, ProtocolError, RequestFailed
+from aligner.serving.protocol import INFER, TRAIN, JobLost, NotInStep, ProtocolError, RequestFailed
 
 CONTRACT = hello.Contract("f" * 64, "c" * 64, vocab_size=100, max_length=256, reward_kind="task", run_id="r")
 
@@ -67,13 +67,15 @@ def test_rows_survive_the_wire():
         "sample_id": ("int64", (3, 1)),
         "truncated": ("bool", (3, 1)),
         "want_values": ("bool", (3, 1)),
+        "critic_step": ("int64", (3, 1)),
     }
     back = protocol.decode_rows(arrays)
     for b, length in enumerate(rows.lengths):
         assert torch.equal(back.tokens[b, :length], rows.tokens[b, :length])
     for name in ("lengths", "prompt_lengths", "sample_ids", "truncated"):
         assert torch.equal(getattr(back, name), getattr(rows, name))
-    assert back.fields == rows.fields and back.values is True
+    assert back.fields == rows.fields and back.values is True and back.critic_step is None
+    assert protocol.decode_rows(protocol.encode_rows(replace(rows, critic_step=0))).critic_step == 0
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,15 @@ def test_a_narrower_bucket_than_the_batch_is_filled_up():
     answer = CriticAnswer(torch.ones(1, 64), torch.ones(1), None)
     back = protocol.decode_answer(protocol.encode_answer(answer), width=192)
     assert back.values.sum() == 64 and back.values.shape == (1, 192)
+
+
+@pytest.mark.parametrize(
+    "kind, raised", [("request", RequestFailed), ("job", JobLost), ("step", NotInStep), ("later", RequestFailed)]
+)
+def test_a_failed_request_says_what_may_be_done_about_it(kind, raised):
+    with pytest.raises(RequestFailed, match="^why$") as error:
+        protocol.decode_answer(protocol.failed_answer(2, 64, "why", kind=kind), width=64)
+    assert type(error.value) is raised
 
 
 def test_a_failed_request_is_an_error_and_no_score():
@@ -131,7 +142,7 @@ def test_oversized_requests_are_refused_before_sending():
 
 def test_random_spoilt_arrays_raise_protocol_errors_only():
     rng, said = random.Random(0), []
-    good = {INFER.name: protocol.encode_rows(make_rows()), TRAIN.name: parts.split(make_batch(), step=1, run_id="r")[0]}
+    good = {INFER.name: protocol.encode_rows(make_rows()), TRAIN.name: split(make_batch(), step=1, run_id="r")[0]}
     for _ in range(2000):
         endpoint = rng.choice([INFER, TRAIN])
         arrays = dict(good[endpoint.name])
@@ -204,6 +215,10 @@ def test_error_bodies_become_one_sentence():
 # ---- train
 
 
+def split(batch, **how):
+    return parts.split(parts.encode_batch(batch), **how)
+
+
 def whole_of(ledger, requests):
     return [ledger.receive(r) for r in requests]
 
@@ -211,7 +226,7 @@ def whole_of(ledger, requests):
 @pytest.mark.parametrize("max_bytes", [900, 1700, 3000, 100_000])
 def test_parts_hold_the_batch_and_keep_to_their_size(max_bytes):
     batch = make_batch()
-    requests = parts.split(batch, step=1, run_id="r", max_bytes=max_bytes)
+    requests = split(batch, step=1, run_id="r", max_bytes=max_bytes)
     assert all(sum(r[n].nbytes for n in parts.BATCH_FIELDS) <= max_bytes for r in requests)
     random.Random(max_bytes).shuffle(requests)
     *early, last = whole_of(parts.TrainLedger(step=0, run_id="r"), requests)
@@ -222,11 +237,11 @@ def test_parts_hold_the_batch_and_keep_to_their_size(max_bytes):
 
 def test_a_row_that_fits_in_no_part():
     with pytest.raises(ProtocolError, match="one row of .* bytes does not fit in a part of 100 bytes"):
-        parts.split(make_batch(), step=1, run_id="r", max_bytes=100)
+        split(make_batch(), step=1, run_id="r", max_bytes=100)
 
 
 def test_parts_are_copied():
-    requests = parts.split(make_batch(), step=1, run_id="r", max_bytes=3000)
+    requests = split(make_batch(), step=1, run_id="r", max_bytes=3000)
     ledger = parts.TrainLedger(step=0, run_id="r")
     for request in requests[:-1]:
         ledger.receive(request)
@@ -236,7 +251,7 @@ def test_parts_are_copied():
 
 
 def test_parts_of_two_batches_are_never_put_together():
-    first, second = (parts.split(make_batch(seed=s), step=1, run_id="r", max_bytes=5000) for s in (0, 1))
+    first, second = (split(make_batch(seed=s), step=1, run_id="r", max_bytes=5000) for s in (0, 1))
     assert len(first) == len(second) == 2
     ledger = parts.TrainLedger(step=0, run_id="r")
     assert isinstance(ledger.receive(first[0]), parts.Incomplete)
@@ -245,7 +260,7 @@ def test_parts_of_two_batches_are_never_put_together():
 
 
 def test_damaged_parts_are_refused():
-    requests = parts.split(make_batch(), step=1, run_id="r", max_bytes=3000)
+    requests = split(make_batch(), step=1, run_id="r", max_bytes=3000)
     requests[1]["returns"] = requests[1]["returns"] + np.float32(1)
     with pytest.raises(ProtocolError, match="sha256 differs"):
         whole_of(parts.TrainLedger(step=0, run_id="r"), requests)
@@ -253,7 +268,7 @@ def test_damaged_parts_are_refused():
 
 def test_the_ledger_applies_each_step_once():
     """Against a model: any sequence of sends of three steps' batches, with and without failures."""
-    batches = {step: parts.split(make_batch(seed=step), step=step, run_id="r") for step in (1, 2, 3)}
+    batches = {step: split(make_batch(seed=step), step=step, run_id="r") for step in (1, 2, 3)}
     for order in itertools.product((1, 2, 3), repeat=5):
         ledger, applied = parts.TrainLedger(step=0, run_id="r"), []
         for step in order:
@@ -271,7 +286,7 @@ def test_the_ledger_applies_each_step_once():
 
 
 def test_the_ledger_after_a_failure_and_a_restore():
-    request = parts.split(make_batch(), step=1, run_id="r")[0]
+    request = split(make_batch(), step=1, run_id="r")[0]
     ledger = parts.TrainLedger(step=0, run_id="r")
     ledger.receive(request)
     ledger.failed(1, "rank 3: out of memory")
@@ -294,7 +309,7 @@ def test_the_ledger_after_a_failure_and_a_restore():
     ],
 )
 def test_bad_train_requests(change, sentence):
-    request = {**parts.split(make_batch(), step=1, run_id="r")[0], **change}
+    request = {**split(make_batch(), step=1, run_id="r")[0], **change}
     with pytest.raises(ProtocolError, match=sentence):
         parts.TrainLedger(step=0, run_id="r").receive(request)
 
@@ -329,7 +344,7 @@ def test_rows_that_do_not_fit_are_refused_at_connect():
         assert key in request
 
 
-@pytest.mark.parametrize("version, older", [(2, "critic"), (0, "actor")])
+@pytest.mark.parametrize("version, older", [(protocol.VERSION + 1, "critic"), (1, "actor")])
 def test_version_skew_in_both_directions(version, older):
     (problem,) = hello.problems(replace(CONTRACT, protocol=version, vocab_size=7), CONTRACT)
     assert f"the {older} job is older" in problem
@@ -339,6 +354,13 @@ def test_version_skew_in_both_directions(version, older):
 def test_a_malformed_contract_is_refused(change):
     with pytest.raises(ProtocolError, match=f"hello: {next(iter(change))} must be"):
         hello.Contract.of({**CONTRACT.as_dict(), **change})
+
+
+def test_another_scale_of_rewards_is_a_warning():
+    actor, critic = replace(CONTRACT, reward_normalisation="running"), replace(CONTRACT, reward_normalisation="none")
+    (warning,) = hello.warnings(actor, critic)
+    assert "ppo.reward_scale=running" in warning and "ppo.reward_scale=none" in warning
+    assert hello.problems(actor, critic) == hello.warnings(actor, CONTRACT) == hello.warnings(CONTRACT, critic) == []
 
 
 def test_later_fields_of_a_contract_are_ignored():
@@ -391,6 +413,20 @@ def test_the_loop_answers_and_survives_errors():
     assert futures[2].result(0)[0].shape == (1, 64)
     with pytest.raises(RequestFailed, match=r"is ending \(done\)"):
         loop.submit(infer_call(3))
+
+
+def test_values_of_another_step_are_refused_in_the_order_of_calls():
+    """A critic that came back gives no values before it is at the step that they are about; scores do not depend on it."""
+    backend = Backend()
+    loop = Loop(backend, group=None, heartbeat=1.0)
+    backend.status = lambda: {"step": 4}
+    asked = [(3, True), (4, True), (None, True), (3, False)]
+    calls = [Call(Op.INFER, rows=replace(make_rows(), critic_step=step, values=values)) for step, values in asked]
+    futures = [loop.submit(call) for call in calls]
+    loop.run(lambda: "done" if all(f.done() for f in futures) else None)
+    with pytest.raises(NotInStep, match="after step 3 were asked for, and it is at step 4"):
+        futures[0].result(0)
+    assert [f.exception() for f in futures[1:]] == [None] * 3
 
 
 def test_what_waits_when_the_loop_ends_is_refused():

@@ -6,11 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from aligner.config.groups import Resume, RunConfig
+from aligner.runtime import lock
 from aligner.runtime.errors import ConfigError, StorageError, UserError, disk_full_is_named
 from aligner.runtime.run_folder import RunFolder
 
@@ -52,9 +55,9 @@ def test_a_second_run_of_the_name_is_refused_by_one_sentence_that_names_the_hold
 def test_a_dead_holder_loses_the_lock(run, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    lock = run.lock("actor")
-    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-    lock.release()
+    taken = run.lock("actor")
+    assert json.loads(taken.path.read_text())["pid"] == os.getpid()
+    taken.release()
 
 
 def test_a_holder_that_ended_by_itself_leaves_no_record(run):
@@ -70,20 +73,48 @@ def test_a_released_lock_can_be_taken_again(run):
     run.lock("actor").release()
 
 
-@pytest.mark.parametrize(("job_id", "refused"), [("77", False), ("78", True), (None, True)])
-def test_a_holder_on_another_host_is_believed_unless_it_was_this_slurm_job(run, monkeypatch, job_id, refused):
-    lock = run.lock("actor")
-    record = {**json.loads(lock.path.read_text()), "host": "elsewhere", "job_id": "77"}
-    lock.release()
-    lock.path.write_text(json.dumps(record))
+def held_elsewhere(run) -> Path:
+    """The lock's file as a job 77 on another host would leave it."""
+    held = run.lock("actor")
+    record = {**json.loads(held.path.read_text()), "host": "elsewhere", "job_id": "77"}
+    held.release()
+    held.path.write_text(json.dumps(record))
+    return held.path
+
+
+@pytest.mark.parametrize("job_id", ["77", "78", None])
+def test_a_holder_on_another_host_is_believed_while_it_shows_life(run, monkeypatch, job_id):
+    """Unless it was this Slurm job, which was requeued. No kernel lock tells: the file's time does."""
+    monkeypatch.setattr(lock, "PATIENCE", 0.5)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job_id:
         monkeypatch.setenv("SLURM_JOB_ID", job_id)
-    if refused:
-        with pytest.raises(UserError, match=r"elsewhere .*Slurm job 77.*delete .*actor.json"):
-            run.lock("actor")
-    else:
-        run.lock("actor").release()
+    file = held_elsewhere(run)
+    ended = threading.Event()
+    toucher = threading.Thread(target=lambda: [os.utime(file) for _ in iter(lambda: ended.wait(0.05), True)])
+    toucher.start()
+    try:
+        if job_id == "77":
+            run.lock("actor").release()
+        else:
+            with pytest.raises(UserError, match=r"elsewhere .*Slurm job 77"):
+                run.lock("actor")
+    finally:
+        ended.set()
+        toucher.join()
+    held_elsewhere(run)
+    run.lock("actor").release()  # it died: nothing touches the file
+
+
+def test_a_holder_shows_life(run, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    held = run.lock("actor")
+    os.utime(held.path, (1, 1))
+    until = time.monotonic() + 10
+    while held.path.stat().st_mtime == 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert held.path.stat().st_mtime > 1
+    held.release()
 
 
 # Checkpoints
