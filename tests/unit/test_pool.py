@@ -351,6 +351,9 @@ class Letters:
     def decode(self, ids):
         return "".join(chr(i) for i in ids)
 
+    def response_text(self, ids, stop_strings):
+        return self.decode(ids)
+
 
 def test_build_reward_decodes_and_tells_the_function_of_the_sample(tmp_path):
     path = tmp_path / "mine.py"
