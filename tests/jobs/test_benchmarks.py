@@ -54,6 +54,13 @@ def test_the_engine_against_hugging_face(jobs: Launcher):
     assert "same tokens 4/4" in job.stdout
 
 
+def test_a_refit_against_a_copy(jobs: Launcher):
+    """What one rank measures: every case took some time."""
+    job = jobs.start("benchmarks/refit.py", "--rank-of=one", "--shape=tiny", "--rounds=1").finish()
+    measured = json.loads(job.stdout.splitlines()[-1])
+    assert measured.keys() == {"bytes", "memcpy", "off", "sampled", "full", "gather"} and min(measured.values()) > 0
+
+
 def test_the_settings_of_the_grids_are_those_of_the_jobs(benchmark_module, monkeypatch, tmp_path, tiny_model):
     grids = benchmark_module("grids")
     monkeypatch.setattr(sys, "argv", ["grids.py", "--model", str(tiny_model), "--threads", "2/1", "3"])
@@ -104,5 +111,5 @@ def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, scr
 
 def test_every_script_is_tried_here():
     elsewhere = {"trl_ppo", "trl_env", "vllm_env", "vllm_worker"}  # TRL's and vLLM's environments
-    here = {"aligner_ppo", "forward_backward", "rollout", "served_critic", "grids", "ppo_step", "workload"}
+    here = {"aligner_ppo", "forward_backward", "rollout", "served_critic", "grids", "ppo_step", "refit", "workload"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == here | elsewhere
