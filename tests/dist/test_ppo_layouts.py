@@ -38,6 +38,7 @@ def _run(name, base, topology):
     from aligner.models.checkpoint_folder import checkpoint_shape
     from aligner.rollout.torch_engine import TorchEngine
     from aligner.runtime.run_folder import RunFolder
+    from aligner.runtime.stacks import Stacks
 
     model = base / "nemo"
     both = [f"run.dir={base}", f"run.name={name}", f"model.checkpoint={model}", "model.dtype=float32"]
@@ -45,7 +46,8 @@ def _run(name, base, topology):
     actor = [*ACTOR_SETTINGS, "ppo.micro_batch_size=2", "checkpoint.at_end=false", "critic.infer_batch_size=64"]
     config = load(ActorConfig, [*both, *actor])
     tokenizer = Tokenizer(model / "tokenizer")
-    job = Job("actor", topology, RunFolder.of(config.run), checkpoint_shape(model), tokenizer, lock=None)
+    stacks = Stacks(base / f"stacks-{name}-{topology.rank}")
+    job = Job("actor", topology, RunFolder.of(config.run), checkpoint_shape(model), tokenizer, lock=None, stacks=stacks)
     if topology.is_reporter:
         job.folder.path.mkdir()
     critic_settings = load(CriticConfig, [*both, *CRITIC_SETTINGS, "critic.micro_batch_size=2"], "ppo_critic")

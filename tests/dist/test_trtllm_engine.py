@@ -26,7 +26,7 @@ def _rollouts(engine, topology):
     )
     requests = _requests()
     samples = {r.sample_id: Sample(prompt_ids=r.prompt_ids, prompt="", origin="") for r in requests}
-    rollouts, _ = phase.run(requests, samples)
+    rollouts, _ = phase.run(requests, samples, critic_step=None)
     rows = zip(rollouts.sample_ids.tolist(), rollouts.lengths.tolist(), rollouts.tokens.tolist())
     return [(i, row[:n]) for i, n, row in rows], len(phase._share(requests))
 
