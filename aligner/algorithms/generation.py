@@ -3,13 +3,14 @@
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from aligner.algorithms.agreement import on_all
+from aligner.config.groups import SamplingConfig, ValidationConfig
 from aligner.data.batch import Completion, CriticRows, Request, Rollouts, Sample, Score, ScoreRow, collate
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
 from aligner.data.tasks import STOP_STRINGS, wire_fields
@@ -183,3 +184,9 @@ def _score_rows(chunk: list[Completion], fields: list[dict]) -> list[ScoreRow]:
         )
         for c, f in zip(chunk, fields)
     ]
+
+
+def sampling_fields(settings: SamplingConfig | ValidationConfig) -> dict[str, Any]:
+    """What settings of sampling say of each Request. In training all but temperature are neutral: others are refused with the settings."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_output_len")
+    return {name: getattr(settings, name) for name in names}

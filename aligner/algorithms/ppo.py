@@ -10,7 +10,7 @@ import torch
 from aligner.algorithms.agreement import on_all
 from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.experience import Experience, Signals, build_experience
-from aligner.algorithms.generation import Answers, Generation
+from aligner.algorithms.generation import Answers, Generation, sampling_fields
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.records import DriftAlarm, part_means, sample_rows
 from aligner.algorithms.schedule import mini_batches
@@ -150,7 +150,7 @@ class PPOTrainer:
                 sample_id=sample_id,
                 prompt_ids=sample.prompt_ids,
                 max_output_len=self.config.engine.max_output_len,
-                temperature=self.config.sampling.temperature,
+                **sampling_fields(self.config.sampling),
                 stop_token_ids=self.stop_token_ids,
                 stop_strings=tuple(self.config.sampling.stop_strings),
                 seed=self.config.run.seed,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
-from aligner.algorithms.generation import Answers, Generation
+from aligner.algorithms.generation import Answers, Generation, sampling_fields
 from aligner.algorithms.records import part_means
 from aligner.config.groups import ValidationConfig
 from aligner.data.batch import Request, Rollouts, Sample
@@ -39,12 +39,7 @@ class Validator:
                 sample_id=i,
                 prompt_ids=s.prompt_ids,
                 max_output_len=max_output_len,
-                temperature=settings.temperature,
-                top_k=settings.top_k,
-                top_p=settings.top_p,
-                min_p=settings.min_p,
-                repetition_penalty=settings.repetition_penalty,
-                min_output_len=settings.min_output_len,
+                **sampling_fields(settings),
                 stop_token_ids=stop_token_ids,
                 stop_strings=stop_strings,
                 seed=seed,
