@@ -3,6 +3,8 @@
 import contextlib
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
 
@@ -26,9 +28,9 @@ class Writing:
 
     beside: the tensors are copied, and a thread writes the copies while training goes on; otherwise they are written on return.
 
-    Megatron's own queue of asynchronous saves is not used: it hands results over through a process that imports torch anew on every
-    rank, and forks this one, with its threads, for the whole save. Here a plain queue does.
-    Its writers log the memory that they use, and without psutil they die of it while their parent waits for them."""
+    Megatron forks its writers, and hands their results over through a process that imports torch anew on every rank. A forked copy of a
+    process with threads (Triton's, gloo's) may hang for ever, and one whose parent is killed keeps open what the parent's helpers wait
+    for to be closed. Here threads write, and a plain queue does."""
 
     def __init__(self, state: dict[str, Any], folder: Path, topology: Topology, *, beside: bool = False) -> None:
         self.folder, self._topology = folder, topology
@@ -88,12 +90,18 @@ class Writing:
         return arguments
 
     def _write(self) -> None:
-        """Errors are results, which `finish` finds: those of the writers, or that there is none."""
+        """What write_preloaded_data_multiproc does, without processes. Errors are results, which `finish` finds."""
         if self._request.async_fn is None:
             return
-        with contextlib.suppress(Exception):
-            self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
-            self.digests = {name: sha256_of(Path(path)) for path, name, _ in self._arguments[1]}
+        transforms = self._request.async_fn.args[0]
+        _, buckets, results = self._arguments
+        try:
+            with ThreadPoolExecutor(len(buckets)) as pool:
+                written = list(pool.map(partial(_write_bucket, transforms), range(len(buckets)), buckets))
+            self.digests = {name: sha256_of(Path(path)) for path, name, _ in buckets}
+            results.put(dict(enumerate(written)))
+        except Exception as error:
+            results.put(error)
         self._arguments = []
 
     def _keeping_failures(self, act: Callable[[], None]) -> None:
@@ -108,6 +116,18 @@ class Writing:
     def _agree(self) -> None:
         said = "; ".join(sorted({str(error) for error in self._failed}))
         agree(RuntimeError(f"{self.folder} could not be written: {said}") if self._failed else None, self._topology)
+
+
+def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> list[Any]:
+    """One file of this rank; its write results. Raises what went wrong."""
+    answers: queue.Queue[Any] = queue.Queue()
+    under_way: queue.Queue[int] = queue.Queue()
+    under_way.put(number)
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, answers, under_way, True)
+    result = answers.get_nowait()[1]
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def write_sharded(state: dict[str, Any], folder: Path, topology: Topology) -> Writing:
