@@ -1,8 +1,8 @@
 """Refit: a policy's tensors into an engine, checked by name and shape, and certified by checksums on both sides."""
 
-from functools import cache
 from typing import Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from aligner.rollout.engine import SHOWN
 
 SAMPLED_SHARE = 16  # sampled certificates take every 16th row; which ones moves with the weight version
 WHOLE_BELOW = 4096  # elements; smaller tensors are taken whole
-COLUMNS, BLOCK = 1024, 128  # words a row of the checksum's table, rows a block: 1 MiB
+BLOCK = 2**17  # words of a block of the checksum: 1 MiB
 WORD = 2**64 - 1
 
 
@@ -63,38 +63,33 @@ def checksum(tensor: Tensor, certify: Certify, version: int) -> str:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """[n] int64"""
-    flat = tensor.contiguous().flatten()
-    if flat.nbytes % 8:
-        return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[flat.element_size()]).long()
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    return flat.view(torch.int64)
+    """[r, c] int64, the words in their order. A view wherever words do not straddle rows."""
+    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[None]
+    size = rows.element_size()
+    if size * rows.size(1) % 8:
+        rows = rows.flatten()[None]
+        if rows.nbytes % 8:
+            return rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size]).long()
+    if rows.stride(1) != 1 or size * rows.stride(0) % 8 or size * rows.storage_offset() % 8:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.int64)
 
 
-def _sums(words: Tensor) -> list[int]:
-    """[sum, sum weighted by positions from 1] of [n] int64, modulo 2**64 up to sign.
+def _sums(words: Tensor) -> tuple[int, int]:
+    """(sum, sum weighted by positions from 1) of [r, c] int64, modulo 2**64.
 
-    As a table of COLUMNS a row, the weighted sum follows from the sums of rows and of columns alone: two passes of plain additions
-    instead of a product for every word, a block at a time so that the second pass finds it in the cache."""
-    rows = words.numel() // COLUMNS
-    rest = words[rows * COLUMNS :]
-    plain = rest.sum()
-    weighted = (rest * _positions(COLUMNS, words.device)[: rest.numel()]).sum()
-    if rows:
-        blocks = words[: rows * COLUMNS].view(rows, COLUMNS).split(BLOCK if words.device.type == "cpu" else rows)
-        sums = [(block.sum(1), block.sum(0)) for block in blocks]
+    The weighted sum follows from the sums of rows and of columns: two passes of additions instead of a product for every word, a
+    block at a time on a CPU, so that the second pass finds it in the cache. The few numbers left go to numpy, whose calls on small
+    arrays cost a fifth of torch's: a model has hundreds of tensors."""
+    rows, columns = words.shape
+    whole = words.device.type != "cpu" or words.numel() <= BLOCK
+    sums = [(block.sum(1), block.sum(0)) for block in ((words,) if whole else words.split(max(1, BLOCK // columns)))]
+    in_rows, in_columns = sums[0]
+    if len(sums) > 1:
         in_rows, in_columns = torch.cat([of for of, _ in sums]), torch.stack([of for _, of in sums]).sum(0)
-        weighted = weighted + rows * COLUMNS * plain + (in_columns * _positions(COLUMNS, words.device)).sum()
-        weighted = weighted + COLUMNS * (in_rows * torch.arange(rows, device=words.device)).sum()
-        plain = plain + in_columns.sum()
-    return torch.stack([plain, weighted]).tolist()  # the only wait for a GPU
-
-
-@cache
-def _positions(count: int, device: torch.device) -> Tensor:
-    """[count] int64: 1, 2, 3 ..."""
-    return torch.arange(1, count + 1, device=device)
+    in_rows, in_columns = in_rows.cpu().numpy(), in_columns.cpu().numpy()
+    weighted = int(in_columns @ np.arange(1, columns + 1)) + columns * int(in_rows @ np.arange(rows))
+    return int(in_columns.sum()), weighted
 
 
 def source_checksums(

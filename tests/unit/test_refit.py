@@ -211,20 +211,23 @@ def plain_checksum(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("rows", [67, 80])
-def test_checksum_is_two_integer_sums(dtype, rows, monkeypatch):
-    """Words of 8 bytes (80 rows) and of one element (67 odd rows of an odd number of 2 or 4 bytes); within one block, and over many."""
-    tensor = torch.randn(rows, 71, generator=torch.Generator().manual_seed(0)).to(dtype)
+@pytest.mark.parametrize("rows, columns", [(67, 71), (80, 71), (67, 72)])
+def test_checksum_is_two_integer_sums(dtype, rows, columns, monkeypatch):
+    """Words of one element (an odd number of 2 or 4 bytes), words of 8 bytes across rows and within them; one block, and many."""
+    tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert checksum(tensor, Certify.full, 0) == plain_checksum(tensor)
-    monkeypatch.setattr("aligner.rollout.refit.COLUMNS", 100)
-    monkeypatch.setattr("aligner.rollout.refit.BLOCK", 3)
+    monkeypatch.setattr("aligner.rollout.refit.BLOCK", 300)
     assert checksum(tensor, Certify.full, 0) == plain_checksum(tensor)
     for version in (0, 5, 19):
         assert checksum(tensor, Certify.sampled, version) == plain_checksum(tensor[version % 16 :: 16])
     shifted = torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(
-        rows, 71
-    )  # no multiple of 8 bytes from its start
+        rows, columns
+    )  # starts at no multiple of 8 bytes
     assert checksum(shifted, Certify.full, 0) == plain_checksum(tensor)
+    assert checksum(tensor.t().contiguous().t(), Certify.full, 0) == plain_checksum(
+        tensor
+    )  # in another order in memory
+    assert checksum(tensor[0], Certify.full, 0) == plain_checksum(tensor[0])
 
 
 def test_checksum_sees_a_changed_bit_and_a_changed_place():
