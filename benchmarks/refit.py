@@ -44,9 +44,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of policy and engine")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument(
-        "--rank-of", choices=GRIDS, help=argparse.SUPPRESS
-    )  # a rank of this grid, started by this script
+    # A rank of this grid, started by this script.
+    parser.add_argument("--rank-of", choices=GRIDS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -108,9 +108,8 @@ class Writing:
         with _failures_of_rank_0_kept(self._failed):
             try:
                 act()
-            except (
-                CheckpointException
-            ) as failed:  # of writers; raised on every rank, but rank 0 alone knows what failed
+            # Of writers: raised on every rank, but rank 0 alone knows what failed.
+            except CheckpointException as failed:
                 self._failed += [error for error, _ in failed.failures.values()]
 
     def _agree(self) -> None:

@@ -1,9 +1,10 @@
-"""What every engine has in common: the limits of its build, and the state of its weights."""
+"""What every engine has in common: the limits of its build, the state of its weights, and when it refuses to act."""
 
 import math
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Iterator, Optional
+from typing import Iterable, Iterator, Optional
 
 from aligner.data.batch import Request
 
@@ -105,3 +106,56 @@ class WeightState:
             self.blocked = f"the refit to weight version {version} failed ({error})"
             raise
         self.version, self.blocked = version, None
+
+
+class Guarded(ABC):
+    """An engine's `state` of its weights, and whether it is paused or closed; RuntimeError for what it cannot do now."""
+
+    def __init__(self) -> None:
+        self.state = WeightState()
+        self.idle_reason: Optional[str] = None  # paused or closed
+
+    @property
+    @abstractmethod
+    def running(self) -> int:
+        """Requests under way."""
+
+    @abstractmethod
+    def _take_memory(self) -> None:
+        """What pause() gave back."""
+
+    def poison(self, reason: str) -> None:
+        """Refuse requests, giving this reason, until a whole refit succeeds."""
+        self.state.block(reason)
+
+    def resume(self) -> None:
+        """Take the memory again. The weights are gone: a refit must come before requests."""
+        if self.idle_reason is None:
+            return
+        if self.idle_reason == "closed":
+            raise RuntimeError("the engine cannot resume: it is closed")
+        self._take_memory()
+        self.idle_reason = None
+        self.state.block("its weights were given back by pause()")
+
+    def _paused(self) -> None:
+        self.idle_reason = "paused; call resume() first"
+
+    def _require_open(self, action: str) -> None:
+        if self.idle_reason is not None:
+            raise RuntimeError(f"the engine cannot {action}: it is {self.idle_reason}")
+
+    def _require_no_requests(self, action: str) -> None:
+        if self.running:
+            raise RuntimeError(
+                f"the engine cannot {action} while {self.running} requests run; await them with completed() first"
+            )
+
+
+def refuse_in_flight(requests: list[Request], running: Iterable[Request]) -> None:
+    """ValueError for a sample_id that runs already, or comes twice."""
+    flying = {request.sample_id for request in running}
+    for request in requests:
+        if request.sample_id in flying:
+            raise ValueError(f"sample_id {request.sample_id} is already in flight; ids are unique in a run")
+        flying.add(request.sample_id)

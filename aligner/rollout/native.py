@@ -90,9 +90,8 @@ def _compiled() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="aligner-"))
     target = folder / f"native-{key.hexdigest()[:16]}.so"
     if not target.is_file():
-        with tempfile.TemporaryDirectory(
-            dir=folder
-        ) as scratch:  # several ranks may do this at once: the last rename stays
+        # Several ranks may do this at once: the last rename stays.
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / target.name
             command = [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_DEADLINE)

@@ -14,7 +14,7 @@ from aligner.data.batch import Completion, Request
 from aligner.data.interfaces import RefitCertificate, WeightUpdate
 from aligner.models.model_config import ModelShape
 from aligner.rollout.cache import round_up
-from aligner.rollout.engine import BuildLimits, WeightState
+from aligner.rollout.engine import BuildLimits, Guarded, refuse_in_flight
 from aligner.rollout.linear import Kernel, choose_kernel
 from aligner.rollout.memory import check_memory, make_cache
 from aligner.rollout.native_transformer import NativeTransformer
@@ -28,7 +28,7 @@ from aligner.rollout.weights import Weights
 REFILL_SHARE = 8  # waiting requests join once 1/8 of the rows is free: prefilling a few at a time would waste matmuls
 
 
-class TorchEngine:
+class TorchEngine(Guarded):
     """RolloutEngine (data/interfaces.py), built here once: shapes, dtype and device never change.
 
     `nbytes` = weight_nbytes + cache_nbytes, held while in use. A sample depends on (seed, sample_id, stream, position) and the
@@ -52,6 +52,7 @@ class TorchEngine:
     ):
         """use_native: whether the compiled kernels may be used. kernel: None chooses (see linear.py). token_bytes:
         Tokenizer.token_bytes(), for stop strings."""
+        super().__init__()
         self.limits = BuildLimits(max_batch_size, max_input_len, max_output_len, shape.vocab_size)
         self.limits.check_context(shape.max_position_embeddings)
         self.device, self.dtype, self.certify = torch.device(device), dtype, certify
@@ -67,13 +68,11 @@ class TorchEngine:
         self.kernel = kernel
         model = NativeTransformer if kernel is Kernel.native else Transformer
         self.transformer = model(shape, self.weights, self.cache)
-        self.state = WeightState()
         self.token_bytes = token_bytes
         self.slots = self._empty_slots()
         self.waiting: deque[Pending] = deque()
         self.finished: list[tuple[int, Completion]] = []
         self.submitted = 0
-        self.idle_reason: Optional[str] = None  # paused or closed
 
     def _empty_slots(self) -> Slots:
         limits = self.limits
@@ -101,10 +100,6 @@ class TorchEngine:
             checksums = {name: checksum(self.weights.read(name), self.certify, update.version) for name in names}
         return RefitCertificate(version=update.version, tensors=len(self.weights.views), checksums=checksums)
 
-    def poison(self, reason: str) -> None:
-        """Refuse requests, giving this reason, until a whole refit succeeds."""
-        self.state.block(reason)
-
     def submit(self, requests: list[Request]) -> None:
         """Queue requests, all or none. ValueError for what the build cannot serve and for a sample_id that is in flight."""
         self._submit(requests)
@@ -117,11 +112,7 @@ class TorchEngine:
             raise ValueError("stop strings need an engine that was built with token_bytes=tokenizer.token_bytes()")
         if not self.running:
             self.slots.forget()  # so that what an engine did before never changes the rounding of what it does next
-        flying = {p.request.sample_id for p in (*self.waiting, *self.slots.pending)}
-        for request in requests:
-            if request.sample_id in flying:
-                raise ValueError(f"sample_id {request.sample_id} is already in flight; ids are unique in a run")
-            flying.add(request.sample_id)
+        refuse_in_flight(requests, (p.request for p in (*self.waiting, *self.slots.pending)))
         orders = list(range(self.submitted, self.submitted + len(requests)))
         self.submitted += len(requests)
         self.waiting.extend(map(Pending, orders, requests))
@@ -158,19 +149,12 @@ class TorchEngine:
         self._require_no_requests("pause")
         self.cache.release()
         self.weights.release()
-        self.idle_reason = "paused; call resume() first"
+        self._paused()
 
-    def resume(self) -> None:
-        """Take the memory again. The weights are gone: a refit must come before requests."""
-        if self.idle_reason is None:
-            return
-        if self.idle_reason == "closed":
-            raise RuntimeError("the engine cannot resume: it is closed")
+    def _take_memory(self) -> None:
         self.cache.restore()
         self.weights.restore()
         self.transformer.bind()
-        self.idle_reason = None
-        self.state.block("its weights were given back by pause()")
 
     def close(self) -> None:
         """Drop requests and memory; again is harmless."""
@@ -180,16 +164,6 @@ class TorchEngine:
         self.cache.release()
         self.weights.release()
         self.idle_reason = "closed"
-
-    def _require_open(self, action: str) -> None:
-        if self.idle_reason is not None:
-            raise RuntimeError(f"the engine cannot {action}: it is {self.idle_reason}")
-
-    def _require_no_requests(self, action: str) -> None:
-        if self.running:
-            raise RuntimeError(
-                f"the engine cannot {action} while {self.running} requests run; await them with completed() first"
-            )
 
     def _drop_requests(self) -> None:
         self.waiting.clear()

@@ -13,9 +13,8 @@ from aligner.runtime.exit_codes import ExitCode
 def first_failure(failures: dict) -> tuple[int, Any]:
     """The rank that was killed, where one was: the others end of that. Else the one that failed first."""
     killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
-    killed = {
-        rank: failure for rank, failure in killed.items() if failure.exitcode != -signal.SIGTERM
-    }  # torchrun's own
+    # SIGTERM is torchrun's own.
+    killed = {rank: failure for rank, failure in killed.items() if failure.exitcode != -signal.SIGTERM}
     return min((killed or failures).items(), key=lambda item: item[1].timestamp)
 
 

@@ -21,7 +21,7 @@ from aligner.serving.hello import Contract
 from aligner.serving.link import Link, NoAnswer, remaining
 from aligner.serving.parts import encode_batch, split
 from aligner.serving.protocol import INFER, TRAIN, JobLost, NotInStep, ProtocolError, RequestFailed
-from aligner.serving.recovery import Plan, plan
+from aligner.serving.recovery import IN_STEP, Plan, plan
 from aligner.serving.watchdog import Watchdog, Workers
 
 log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ class RemoteCritic:
             decided: list[Plan] = []
             timeout = min(self._config.reconnect_timeout, remaining(until))
             self._link.reconnect(error, timeout=timeout, then=lambda reply: decided.append(self._resync(before, reply)))
-            if isinstance(error, NotInStep) and decided[-1].nothing:
+            if isinstance(error, NotInStep) and decided[-1] == IN_STEP:
                 raise error  # it is where it should be: what was asked is wrong
         finally:
             self._recovering.release()
@@ -254,7 +254,7 @@ class RemoteCritic:
     def _resync(self, before: Optional[str], reply: Mapping[str, Any]) -> Plan:
         """Bring the critic that answered hello with `reply` to the step that it has acknowledged."""
         if not self._trains or self._step is None:
-            return Plan(restore=False)
+            return IN_STEP
         trusted = reply["instance"] == before and reply["weights_undefined"] is None
         pair_step, folder = self._pair
         decided = plan(

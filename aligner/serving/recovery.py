@@ -13,10 +13,6 @@ class Plan:
     restore: bool
     replay: tuple[int, ...] = ()
 
-    @property
-    def nothing(self) -> bool:
-        return not self.restore
-
 
 IN_STEP = Plan(restore=False)
 

@@ -5,7 +5,7 @@ import math
 import tempfile
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from aligner.data.interfaces import RefitCertificate, WeightUpdate
 from aligner.models.hf_mapping import hf_names
 from aligner.models.model_config import ModelShape
 from aligner.parallel.device import synchronise
-from aligner.rollout.engine import BuildLimits, WeightState
+from aligner.rollout.engine import BuildLimits, Guarded, refuse_in_flight
 from aligner.rollout.refit import checked, checksum
 from aligner.trtllm.client import LLMSettings, TrtllmClient
 from aligner.trtllm.engine_build import EngineBuild
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3")  # of ours, those that its PyTorch backend has
 
 
-class TrtllmEngine:
+class TrtllmEngine(Guarded):
     """RolloutEngine (data/interfaces.py) of a generation group: `ranks` ranks, all of which call refit, pause, resume and close; the
     first of them, the leader, takes the requests of all.
 
@@ -50,6 +50,7 @@ class TrtllmEngine:
         certify: Certify,
     ):
         """checkpoint: for its tokenizer alone. timeout: of each call, in seconds. Raises ValueError for what cannot be built."""
+        super().__init__()
         refuse_impossible(shape, group.size)
         self.limits = BuildLimits(build.max_batch_size, build.max_input_len, build.max_output_len, shape.vocab_size)
         self.limits.check_context(shape.max_position_embeddings)
@@ -57,8 +58,6 @@ class TrtllmEngine:
         self.group, self._bucket_bytes, self._timeout = group, bucket_bytes, timeout
         self._expected = hf_names(shape)
         self.nbytes = sum(map(math.prod, self._expected.values())) * self.dtype.itemsize // group.size
-        self.state = WeightState()
-        self.idle_reason: Optional[str] = None  # paused or closed
         self._running: dict[Future, Request] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-trtllm-")
         settings = LLMSettings(Path(self._folder.name), build, group.size, memory_fraction, group.devices())
@@ -87,7 +86,7 @@ class TrtllmEngine:
     def refit(self, update: WeightUpdate) -> RefitCertificate:
         """Every tensor, in place, in buckets; collective over the group. RuntimeError while requests run (nothing changes then);
         ValueError for an update that does not fit, which poisons the engine."""
-        self.group.lead(lambda: self._require_idle("refit"))
+        self.group.lead(lambda: self._require_no_requests("refit"))
         self._require_open("refit")
         if update.kind != "full":
             raise ValueError(f"the TensorRT-LLM engine takes full updates, not kind={update.kind!r}")
@@ -107,10 +106,6 @@ class TrtllmEngine:
         handles = self.group.all_do(lambda: (uuid, serialized(bucket)))
         self.group.lead(lambda: self._client.update_weights(dict(handles)))
 
-    def poison(self, reason: str) -> None:
-        """Refuse requests, giving this reason, until a whole refit succeeds."""
-        self.state.block(reason)
-
     # Requests
 
     def submit(self, requests: list[Request]) -> None:
@@ -127,11 +122,7 @@ class TrtllmEngine:
             )
         self.limits.check(requests)
         refuse_unsupported(requests)
-        flying = {request.sample_id for request in self._running.values()}
-        for request in requests:
-            if request.sample_id in flying:
-                raise ValueError(f"sample_id {request.sample_id} is already in flight; ids are unique in a run")
-            flying.add(request.sample_id)
+        refuse_in_flight(requests, self._running.values())
         futures = [self._client.submit(request, weight_version=self.state.version) for request in requests]
         self._running.update(zip(futures, requests))
         return futures
@@ -169,20 +160,13 @@ class TrtllmEngine:
 
     def pause(self) -> None:
         """Give KV cache and weights back, on every rank's GPU. RuntimeError while requests run. Collective over the group."""
-        self.group.lead(lambda: self._require_idle("pause"))
+        self.group.lead(lambda: self._require_no_requests("pause"))
         self._require_open("pause")
         self.group.lead(lambda: self._client.release())
-        self.idle_reason = "paused; call resume() first"
+        self._paused()
 
-    def resume(self) -> None:
-        """Take the memory again, on every rank of the group. A refit must come before requests."""
-        if self.idle_reason is None:
-            return
-        if self.idle_reason == "closed":
-            raise RuntimeError("the engine cannot resume: it is closed")
+    def _take_memory(self) -> None:
         self.group.lead(lambda: self._client.resume())
-        self.idle_reason = None
-        self.state.block("its weights were given back by pause()")
 
     def close(self) -> None:
         """Drop requests, and end TensorRT-LLM's workers; again is harmless."""
@@ -193,16 +177,6 @@ class TrtllmEngine:
         if self._client is not None:
             self._client.close()
         self._folder.cleanup()
-
-    def _require_open(self, action: str) -> None:
-        if self.idle_reason is not None:
-            raise RuntimeError(f"the engine cannot {action}: it is {self.idle_reason}")
-
-    def _require_idle(self, action: str) -> None:
-        if self.running:
-            raise RuntimeError(
-                f"the engine cannot {action} while {self.running} requests run; await them with completed() first"
-            )
 
     def _drop_requests(self) -> None:
         for future in self._running:

@@ -100,9 +100,8 @@ def _layer_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     if name == "attention.qkv":
         yield name, _qkv(whole, shape, rank, tensor)
-    elif (
-        unit.split == "gated"
-    ):  # Megatron stacks gate over up; TensorRT-LLM's fc is the gate projection, its gate the up projection
+    elif unit.split == "gated":
+        # Megatron stacks gate over up; TensorRT-LLM's fc is the gate projection, its gate the up projection.
         gate, up = whole.chunk(2)
         yield name, gate.chunk(tensor)[rank]
         yield "mlp.gate", up.chunk(tensor)[rank]
