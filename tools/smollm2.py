@@ -147,12 +147,14 @@ def write_tokenizer(model: Gguf, folder: Path) -> None:
 
 def write_hf(gguf: Path, folder: Path) -> None:
     """The GGUF file as a Hugging Face folder: model.safetensors, config.json and the tokenizer, which it embeds."""
-    from aligner.models.hf_folder import write_safetensors
+    from aligner.models.tensor_file import HfWeights
 
     folder.mkdir(parents=True, exist_ok=True)
     model = Gguf(gguf)
     weights = model.weights()
-    write_safetensors(weights.items(), folder)
+    with HfWeights(folder, {name: tuple(tensor.shape) for name, tensor in weights.items()}, torch.bfloat16) as out:
+        for name, tensor in weights.items():
+            out.write(name, tensor)
     (folder / "config.json").write_text(json.dumps(config(model, tied="lm_head.weight" not in weights), indent=1))
     write_tokenizer(model, folder)
 

@@ -10,24 +10,22 @@ from torch import Tensor
 
 from aligner.config.groups import ParallelConfig
 from aligner.models.build import build_model
-from aligner.models.checkpoint import checkpoint_shape, load_weights, save_weights
+from aligner.models.checkpoint import checkpoint_shape, save_weights
 from aligner.models.checkpoint_folder import TOKENIZER, WEIGHTS, copy_tokenizer, opened
 from aligner.models.damage import damage_is_named
-from aligner.models.hf import export_hf, load_hf
+from aligner.models.hf import load_hf
 from aligner.models.hf_config import config_of, shape_of
 from aligner.models.hf_folder import (
     SafeTensors,
     copy_tokenizer_files,
     read_config,
     special_ids,
-    write_safetensors,
 )
-from aligner.models.hf_mapping import canonical_name, hf_names
+from aligner.models.hf_mapping import all_units, canonical_name, hf_names
 from aligner.models.model_config import ModelShape
+from aligner.models.stored_weights import StoredWeights, hf_tensors
+from aligner.models.tensor_file import HfWeights
 from aligner.parallel.startup import start
-from aligner.parallel.topology import Topology
-
-from megatron.core import dist_checkpointing  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
 
 Progress = Callable[[str], None]
 
@@ -54,23 +52,30 @@ def hf_to_nemo(source: Path, output: Path, *, progress: Progress) -> ModelShape:
 
 
 def nemo_to_hf(source: Path, output: Path, *, progress: Progress) -> ModelShape:
-    """Convert a checkpoint (folder or .nemo archive) to a Hugging Face folder: config.json, safetensors, tokenizer. Bit-exact."""
+    """Convert a checkpoint (folder or .nemo archive) to a Hugging Face folder: config.json, safetensors, tokenizer. Bit-exact.
+
+    Memory: one parameter at a time; the model is never built. Raises ValueError where the weights are not those of its model."""
     shape = checkpoint_shape(source)
     refuse_existing(output)
     topology = start(ParallelConfig(), seed=0)
-    dtype = _stored_dtype(source, topology)
-    config = config_of(shape, dtype=_name(dtype), special={})
-    progress(f"{source}: {shape.family}, {shape.num_layers} layers, stored as {_name(dtype)}")
-    chunks = build_model(shape, topology, head=shape.head, dtype=dtype, initialise=False)
-    load_weights(chunks, shape, topology, source)
-    with complete_folder(output) as partial:
-        flat_tokenizer(source, partial)
-        config |= special_ids(partial)
+    with opened(source, topology) as folder, complete_folder(output) as partial, damage_is_named(folder / WEIGHTS):
+        stored = StoredWeights(folder, shape)
+        dtype = torch.bfloat16 if stored.dtypes() == {torch.bfloat16} else torch.float32
+        progress(f"{source}: {shape.family}, {shape.num_layers} layers, stored as {_name(dtype)}")
+        flat_tokenizer(folder, partial)
+        config = config_of(shape, dtype=_name(dtype), special=special_ids(partial))
         (partial / "config.json").write_text(json.dumps(config, indent=1))
-        total = len(hf_names(shape))
-        write_safetensors(_counted(export_hf(chunks, shape, topology), total, progress), partial)
-    progress(f"{output}: {total} tensors, config.json, tokenizer")
+        names = hf_names(shape)
+        with HfWeights(partial, names, dtype) as out:
+            for name, tensor in _counted(_stored_tensors(stored, shape), len(names), progress):
+                out.write(name, tensor.to(dtype))
+    progress(f"{output}: {len(names)} tensors, config.json, tokenizer")
     return shape
+
+
+def _stored_tensors(stored: StoredWeights, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    for unit in all_units(shape):
+        yield from hf_tensors(unit, stored.read(unit), shape)
 
 
 def refuse_existing(output: Path) -> None:
@@ -118,15 +123,6 @@ def flat_tokenizer(source: Path, folder: Path) -> None:
         for file in inner.iterdir():
             file.rename(folder / file.name)
         inner.rmdir()
-
-
-def _stored_dtype(source: Path, topology: Topology) -> torch.dtype:
-    with opened(source, topology) as folder:
-        if not (folder / WEIGHTS / "metadata.json").is_file():
-            raise ValueError(f"{source} has no complete {WEIGHTS}/: there is no metadata.json in it")
-        with damage_is_named(folder / WEIGHTS):
-            found = {t.dtype for t in dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)).values()}
-    return torch.bfloat16 if found == {torch.bfloat16} else torch.float32
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,17 +1,14 @@
-"""A Hugging Face folder on disk: its safetensors read lazily and written in shards, its tokenizer files copied."""
+"""A Hugging Face folder on disk: its safetensors read lazily, its tokenizer files copied."""
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Optional
+from typing import Any, Callable, Iterator, Mapping, Optional
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000
+from aligner.models.tensor_file import INDEX
 
 # What goes with a tokenizer, wherever it goes; generation_config.json names the end tokens.
 TOKENIZER_FILES = (
@@ -73,46 +70,6 @@ def _open(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{file} is no whole safetensors file ({error}); copy it again") from error
-
-
-def write_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write model-00001-of-N.safetensors of about shard_bytes each and their index, or one model.safetensors where all fit."""
-    files: list[Path] = []
-    held: dict[str, Tensor] = {}
-    where: dict[str, int] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal held, size
-        files.append(folder / f"part-{len(files)}.safetensors")
-        files[-1].touch()
-        mode = files[-1].stat().st_mode  # as the umask says; safetensors makes its file readable by the owner alone
-        save_file(held, files[-1], metadata={"format": "pt"})
-        files[-1].chmod(mode)
-        held, size = {}, 0
-
-    for name, tensor in tensors:
-        # Export yields views, whose storages safetensors refuses to share, and transposed ones.
-        held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        where[name] = len(files)
-        bytes_ = tensor.numel() * tensor.element_size()
-        size, total = size + bytes_, total + bytes_
-        if size >= shard_bytes:
-            flush()
-    if held:
-        flush()
-    _name_shards(files, where, total, folder)
-
-
-def _name_shards(files: list[Path], where: Mapping[str, int], total: int, folder: Path) -> None:
-    if len(files) == 1:
-        files[0].rename(folder / "model.safetensors")
-        return
-    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for file, name in zip(files, names):
-        file.rename(folder / name)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

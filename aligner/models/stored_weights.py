@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from aligner.models.checkpoint import LAYERS, PREFIX
 from aligner.models.checkpoint_folder import WEIGHTS
-from aligner.models.hf_mapping import TE_NAMES, Unit, all_units, hf_shape, to_megatron
+from aligner.models.hf_mapping import TE_NAMES, Unit, all_units, from_megatron, hf_shape, pieces, to_megatron
 from aligner.models.model_config import ModelShape
 
 SHOWN = 10
@@ -82,6 +83,12 @@ class StoredWeights:
         with (self.folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+
+
+def hf_tensors(unit: Unit, whole: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of a parameter that was read, with their names."""
+    parts = (tensor for piece in pieces(unit, whole) for tensor in from_megatron(unit, piece[None], shape))
+    return zip(unit.hf, parts, strict=True)
 
 
 def key_of(unit: Unit) -> str:

@@ -15,9 +15,9 @@ from aligner.models.checkpoint_folder import checkpoint_shape, opened
 from aligner.models.convert import complete_folder, flat_tokenizer, refuse_existing
 from aligner.models.hf_config import config_of
 from aligner.models.hf_folder import special_ids
-from aligner.models.hf_mapping import all_units, from_megatron, hf_names, pieces
+from aligner.models.hf_mapping import all_units, hf_names
 from aligner.models.model_config import ModelShape
-from aligner.models.stored_weights import StoredWeights, unit_shape
+from aligner.models.stored_weights import StoredWeights, hf_tensors, unit_shape
 from aligner.models.tensor_file import HfWeights, TensorFile
 from aligner.parallel.startup import start
 from aligner.trtllm.checkpoint_config import checkpoint_config
@@ -86,8 +86,7 @@ def write_weights(
             whole = converted(stored.read(unit), dtype, unit.megatron)
             for rank, name, tensor in rank_tensors(unit, whole, shape, grid):
                 ranks[rank].write(name, tensor)
-            parts = [tensor for piece in pieces(unit, whole) for tensor in from_megatron(unit, piece[None], shape)]
-            for name, tensor in zip(unit.hf, parts):
+            for name, tensor in hf_tensors(unit, whole, shape):
                 hf.write(name, tensor)
             advance()
 

@@ -4,13 +4,22 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from aligner.models.hf_folder import SafeTensors, copy_tokenizer_files, read_config, write_safetensors
+from aligner.models.hf_folder import SafeTensors, copy_tokenizer_files, read_config
+from aligner.models.tensor_file import HfWeights
+
+
+def write(folder, tensors, **how):
+    dtype = next(iter(tensors.values())).dtype
+    with HfWeights(folder, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, dtype, **how) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
 
 
 def test_shards_come_back_equal(tmp_path):
     tensors = {f"t{i}": torch.arange(100.0)[i : i + 50] for i in range(5)}  # views of storages of their own
-    write_safetensors(tensors.items(), tmp_path, shard_bytes=400)
+    write(tmp_path, tensors, shard_bytes=400)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
         "model.safetensors.index.json",
@@ -21,7 +30,7 @@ def test_shards_come_back_equal(tmp_path):
 
 
 def test_one_shard_has_no_index(tmp_path):
-    write_safetensors([("a", torch.ones(2, dtype=torch.bfloat16))], tmp_path)
+    write(tmp_path, {"a": torch.ones(2, dtype=torch.bfloat16)})
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     assert SafeTensors(tmp_path).dtypes() == {"BF16"}
 
@@ -29,7 +38,7 @@ def test_one_shard_has_no_index(tmp_path):
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no \*.safetensors"):
         SafeTensors(tmp_path)
-    write_safetensors([("a", torch.ones(2)), ("b", torch.ones(2))], tmp_path, shard_bytes=8)
+    write(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)}, shard_bytes=8)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(
         ValueError, match="lacks model-00002-of-00002.safetensors, which its model.safetensors.index.json"
@@ -42,7 +51,7 @@ def test_what_is_missing_is_named(tmp_path):
 def test_files_follow_the_umask_and_transposed_views_are_written_whole(tmp_path):
     before = os.umask(0o027)
     try:
-        write_safetensors([("a", torch.arange(6.0).reshape(2, 3).t())], tmp_path)
+        write(tmp_path, {"a": torch.arange(6.0).reshape(2, 3).t()})
     finally:
         os.umask(before)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
@@ -50,13 +59,13 @@ def test_files_follow_the_umask_and_transposed_views_are_written_whole(tmp_path)
 
 
 def test_tensors_under_other_names(tmp_path):
-    write_safetensors([("a", torch.ones(2)), ("mask", torch.ones(2, dtype=torch.bool))], tmp_path)
+    save_file({"a": torch.ones(2), "mask": torch.ones(2, dtype=torch.bool)}, tmp_path / "model.safetensors")
     found = SafeTensors(tmp_path, rename={"a": "b"}.get)
     assert list(found) == ["b"] and found["b"].tolist() == [1, 1] and found.dtypes() == {"F32"}
 
 
 def test_a_damaged_file_and_a_damaged_configuration_are_named(tmp_path):
-    write_safetensors([("a", torch.ones(200))], tmp_path)
+    write(tmp_path, {"a": torch.ones(200)})
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model.safetensors is no whole safetensors file \(.*\); copy it again"):
