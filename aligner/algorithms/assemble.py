@@ -12,6 +12,7 @@ from aligner.algorithms.agreement import on_all, on_reporter
 from aligner.algorithms.generation import Generation
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.ppo import PPOTrainer
+from aligner.algorithms.supervised import SupervisedTrainer
 from aligner.algorithms.validation import Validator
 from aligner.config.groups import Dtype, ModelConfig, RewardPlace
 from aligner.config.jobs import ActorConfig
@@ -174,7 +175,7 @@ def build_trainer(
         pad_id=job.tokenizer.pad_id,
         answer_deadline=config.critic.patience,
     )
-    recorder = _recorder(config, job, resumed)
+    recorder = build_recorder(config, job, resumed, total=config.run.max_steps)
     generation.on_progress = recorder.detail
     return PPOTrainer(
         config=config,
@@ -207,7 +208,8 @@ def build_trainer(
     )
 
 
-def _recorder(config: ActorConfig, job: Job, resumed: Optional[int]) -> Recorder:
+def build_recorder(config: Any, job: Job, resumed: Optional[int], *, total: int, **more: Any) -> Recorder:
+    """Of a job with `total` steps; more: further arguments of Recorder. Collective."""
     set_threads = thread_setter(config)
 
     def on_phase(name: str) -> None:
@@ -215,14 +217,16 @@ def _recorder(config: ActorConfig, job: Job, resumed: Optional[int]) -> Recorder
         set_threads(name)
 
     how = {"resumed": resumed, "synchronise": synchronise if ON_GPU else None, "on_phase": on_phase}
+    how |= {"total": total, "job": job.name, **more}
     writes = on_reporter(lambda: Recorder(config, job.folder, settings=to_dict(config), **how), job.topology)
     return writes or Recorder(config, None, **how)
 
 
-def thread_setter(config: ActorConfig) -> Callable[[str], None]:
+def thread_setter(config: Any) -> Callable[[str], None]:
     """To be called with the name of each phase that begins: sets this rank's CPU threads for it."""
     general = thread_count()  # parallel.threads, which start_job has set
-    generating, training = config.engine.threads, config.parallel.training_threads
+    training = config.parallel.training_threads
+    generating = config.engine.threads if hasattr(config, "engine") else training
     own = {"generate": generating, "validate": generating, "train": training}
     return lambda phase: set_threads(own.get(phase, 0) or general)
 
@@ -267,7 +271,7 @@ def already_complete(job: Job, steps: int) -> int:
     return 0
 
 
-def finish(job: Job, trainer: PPOTrainer, parts: list[Any], *, complete: bool) -> None:
+def finish(job: Job, trainer: PPOTrainer | SupervisedTrainer, parts: list[Any], *, complete: bool) -> None:
     """Let the other jobs go where the run is complete (those of `parts` that are clients of one), close what the run writes, and say
     where its report is."""
     if job.topology.is_reporter:
@@ -280,6 +284,6 @@ def finish(job: Job, trainer: PPOTrainer, parts: list[Any], *, complete: bool) -
             job.folder.amend_record(job.name, complete=True)
         trainer.recorder.close()
         if not complete:
-            steps = f"{trainer.state.step} of {trainer.config.run.max_steps} steps"
+            steps = f"{trainer.state.step} of {trainer.total_steps} steps"
             print(f"stopped after {steps}, with a checkpoint: the same command continues it", flush=True)
         print(f"report: {write_report(job.folder.path)}", flush=True)

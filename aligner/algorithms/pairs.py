@@ -1,15 +1,17 @@
-"""Paired checkpoints: the actor's and the critic's of one step, valid together or not at all. The actor alone starts them."""
+"""Paired checkpoints: the actor's and the critic's of one step, valid together or not at all. The actor alone starts them.
+
+A job without a critic (supervised ones too) has one half, and the rest is the same."""
 
 import logging
 import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Callable, Mapping, Optional, Protocol, TypeVar
 
 from aligner.algorithms.agreement import on_all
 from aligner.config.groups import CheckpointConfig
 from aligner.data.interfaces import Critic
-from aligner.models.policy import Policy
 from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.topology import Topology
 from aligner.runtime import faults
@@ -27,6 +29,14 @@ class Half(Protocol):
     ready: bool
 
     def finish(self) -> None: ...
+
+
+class Saved(Protocol):
+    """What this job's half holds: a model with its optimizer."""
+
+    def save(self, folder: Path, *, extra: Mapping[str, Any], beside: bool) -> Half: ...
+
+    def load(self, folder: Path) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -52,15 +62,16 @@ class PairedCheckpoints:
         folder: CheckpointFolder,
         config: CheckpointConfig,
         *,
-        policy: Policy,
+        policy: Saved,
         critic: Optional[Critic],
         topology: Topology,
         critic_deadline: float,
+        job: str = "actor",
     ) -> None:
-        """critic_deadline: seconds for the critic's half of a pair."""
+        """critic_deadline: seconds for the critic's half of a pair. job: the folder of this job's half."""
         self.critic_deadline = critic_deadline
         self.folder, self.config = folder, config
-        self.policy, self.critic, self.topology = policy, critic, topology
+        self.policy, self.critic, self.topology, self.job = policy, critic, topology, job
         self._begun: Optional[Begun] = None
 
     def save(self, step: int, state: dict[str, Any], *, validation: Optional[float]) -> None:
@@ -73,7 +84,7 @@ class PairedCheckpoints:
         critic_half = self._agreed(what, lambda: self._start_critic(step))
         faults.reach("saving", step)
         own_half = self._agreed(
-            what, lambda: self.policy.save(self.folder.step(step) / "actor", extra=state, beside=beside)
+            what, lambda: self.policy.save(self.folder.step(step) / self.job, extra=state, beside=beside)
         )
         self._begun = Begun(step, own_half, critic_half, validation)
         faults.reach("copied", step)
@@ -141,7 +152,7 @@ class PairedCheckpoints:
         if step is None:
             return None
         log.info("continuing from the checkpoint of step %d", step)
-        return self.policy.load(self.folder.step(step) / "actor")
+        return self.policy.load(self.folder.step(step) / self.job)
 
     def _restore_critic(self, step: Optional[int]) -> None:
         if self.critic is not None and self.topology.is_reporter:

@@ -62,6 +62,10 @@ class PPOTrainer:
         self.drift_alarm = DriftAlarm(config.logging.drift_alarm)
         self.validated: Optional[float] = None  # val/reward of the present weights, where this step had a validation
 
+    @property
+    def total_steps(self) -> int:
+        return self.config.run.max_steps
+
     # The loop
 
     def fit(self, *, resume_from: Optional[int], should_stop: Callable[[], bool] = lambda: False) -> TrainerState:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from aligner.config import groups as g
+from aligner.config import supervised as s
 
 
 def _group(cls):
@@ -53,4 +54,22 @@ class RewardServerConfig:
     serving: g.ServingConfig = _group(g.ServingConfig)
 
 
-JOBS = {"actor": ActorConfig, "critic": CriticConfig, "reward": RewardServerConfig}
+@dataclass
+class SFTConfig:
+    """train_sft.py"""
+
+    run: s.SupervisedRunConfig = _group(s.SupervisedRunConfig)
+    parallel: g.ParallelConfig = _group(g.ParallelConfig)
+    model: g.ModelConfig = _group(g.ModelConfig)
+    optim: g.OptimConfig = _group(g.OptimConfig)
+    data: s.SFTDataConfig = _group(s.SFTDataConfig)
+    train: s.TrainConfig = _group(s.TrainConfig)
+    sft: s.SFTSettings = _group(s.SFTSettings)
+    engine: g.EngineConfig = _group(g.EngineConfig)
+    refit: g.RefitConfig = _group(g.RefitConfig)
+    checkpoint: g.CheckpointConfig = _group(g.CheckpointConfig)
+    validation: s.SFTValidationConfig = _group(s.SFTValidationConfig)
+    logging: g.LoggingConfig = _group(g.LoggingConfig)
+
+
+JOBS = {"actor": ActorConfig, "critic": CriticConfig, "reward": RewardServerConfig, "sft": SFTConfig}

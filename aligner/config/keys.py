@@ -5,7 +5,7 @@ import difflib
 import functools
 import inspect
 import types
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Optional, Union, get_args, get_origin, get_type_hints
 
@@ -21,14 +21,19 @@ def groups(job: type) -> dict[str, type]:
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Field of a dataclass (or member of an enum) -> the string that stands below it in the source; "" where there is none."""
-    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
     found = dict.fromkeys(cls.__members__ if issubclass(cls, Enum) else (f.name for f in fields(cls)), "")
+    body = [s for base in _written_here(cls) for s in ast.parse(inspect.getsource(base)).body[0].body]  # type: ignore[attr-defined]
     for statement, below in zip(body, body[1:], strict=False):
         documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if documented and isinstance(statement, (ast.AnnAssign, ast.Assign)):
             target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
             found[target.id] = inspect.cleandoc(below.value.value)  # type: ignore[union-attr]
     return found
+
+
+def _written_here(cls: type) -> list[type]:
+    """The class and those of its bases that have fields, bases first: what a class says of a field counts more."""
+    return [base for base in reversed(cls.__mro__) if base is cls or is_dataclass(base)]
 
 
 @functools.cache

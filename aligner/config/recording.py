@@ -10,6 +10,7 @@ from typing import Any
 
 VARIABLE = "ALIGNER_CONFIG_READS"
 ENTRY_SCRIPTS = {"__main__", "__mp_main__", "train_ppo_actor", "serve_ppo_critic", "serve_reward_model"}
+ENTRY_SCRIPTS |= {"train_sft", "train_reward_model"}
 
 
 def _counts(module: str) -> bool:

@@ -16,9 +16,10 @@ from aligner.config.groups import (
     Schedule,
     Truncation,
 )
-from aligner.config.jobs import ActorConfig
+from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
 from aligner.config.validate_rollout import rollout_problems
 from aligner.config.validate_scoring import budget_problems, critic_trust_problems, reward_problems, served_problems
+from aligner.config.validate_supervised import supervised_problems
 
 POSITIVE = [
     "run.max_steps",
@@ -76,6 +77,12 @@ POSITIVE = [
     "serving.max_rows",
     "checkpoint.keep_last",
     "validation.max_prompts",
+    "validation.max_rows",
+    "data.max_length",
+    "train.epochs",
+    "train.mini_batch_size",
+    "train.micro_batch_size",
+    "train.micro_batch_tokens",
 ]
 
 NOT_NEGATIVE = [
@@ -110,6 +117,7 @@ NOT_NEGATIVE = [
     "validation.top_k",
     "validation.min_p",
     "validation.min_output_len",
+    "validation.generations",
     "logging.drift_alarm",
 ]
 
@@ -135,12 +143,15 @@ def problems(config: Any) -> list[str]:
     found += _optim(config.optim) if hasattr(config, "optim") else []
     found += degree_problems(config.parallel)
     found += budget_problems(config)
-    found += reward_problems(config.reward)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
         found += [*_actor(config), *rollout_problems(config), *_data(config), *_algorithm(config)]
-    else:
+    if isinstance(config, (ActorConfig, CriticConfig, RewardServerConfig)):
+        found += reward_problems(config.reward)
+    if isinstance(config, (CriticConfig, RewardServerConfig)):
         found += served_problems(config)
+    if hasattr(config, "train"):
+        found += supervised_problems(config)
     return found
 
 

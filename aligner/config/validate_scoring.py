@@ -80,7 +80,7 @@ def critic_trust_problems(config: ActorConfig) -> Iterator[str]:
 
 
 def budget_problems(config: Any) -> Iterator[str]:
-    for group in ("ppo", "critic", "reward"):
+    for group in ("ppo", "critic", "reward", "train"):
         tokens = getattr(getattr(config, group, None), "micro_batch_tokens", None)
         if tokens is not None and config.parallel.virtual_pipeline is not None:
             yield (

@@ -7,7 +7,8 @@ from typing import Any, Optional
 
 from aligner.config.groups import DataConfig, Overlong
 from aligner.data.batch import Sample
-from aligner.data.prompts import SHOWN, PromptRecord, read_prompts
+from aligner.data.jsonl import SHOWN
+from aligner.data.prompts import PromptRecord, read_prompts
 from aligner.data.tasks import Problem, draw_problems, split_problems
 from aligner.data.tokenizer import Tokenizer
 

@@ -1,9 +1,8 @@
 """What the loop tells the outside: phases, metrics, samples. Every rank has one, so that the loop reads the same; rank 0's alone writes."""
 
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Iterable, Mapping, Optional
+from typing import Any, Callable, ContextManager, Iterable, Mapping, Optional, Sequence
 
-from aligner.config.jobs import ActorConfig
 from aligner.runtime.errors import disk_full_is_named
 from aligner.runtime.metrics import MetricsWriter, plain_row
 from aligner.runtime.progress import Progress
@@ -14,27 +13,30 @@ PHASES = ("refit", "generate", "logprobs", "critic_wait", "advantages", "train",
 
 
 class Recorder:
-    """folder: None on the ranks that write nothing. resumed: step of the checkpoint that the run continues from, None for a new run.
-    on_phase: told the name of a phase that begins, on every rank."""
+    """config: of a job, with `logging`. folder: None on the ranks that write nothing. resumed: step of the checkpoint that the run
+    continues from, None for a new run. total: steps of the run. on_phase: told the name of a phase that begins, on every rank."""
 
     def __init__(
         self,
-        config: ActorConfig,
+        config: Any,
         folder: Optional[RunFolder],
         *,
         resumed: Optional[int],
+        total: int = 0,
+        job: str = "actor",
+        phases: Sequence[str] = PHASES,
         synchronise: Optional[Callable[[], None]] = None,
         on_phase: Optional[Callable[[str], None]] = None,
         settings: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.job = folder, job
         self._log_samples = config.logging.rollouts
         self._metrics = self._progress = None
         if folder is not None:
             self._metrics = MetricsWriter(folder.path, config.logging, keep_through=resumed, config=settings)
-            self._progress = Progress(config.run.max_steps, done=resumed or 0)
+            self._progress = Progress(total, done=resumed or 0)
         self._on_phase = on_phase
-        self.timers = Timers(*PHASES, on_phase=self._enter, synchronise=synchronise)
+        self.timers = Timers(*phases, on_phase=self._enter, synchronise=synchronise)
 
     def _enter(self, phase: str) -> None:
         if self._progress is not None:
@@ -82,7 +84,7 @@ class Recorder:
 
     def keep_batch(self, name: str, tensors: Mapping[str, Any]) -> str:
         """Save a batch that could not be trained on. Returns where, for a message; "" on a rank that writes nothing."""
-        return "" if self.folder is None else self.folder.keep_batch(f"actor_{name}", tensors)
+        return "" if self.folder is None else self.folder.keep_batch(f"{self.job}_{name}", tensors)
 
     def close(self) -> None:
         if self._metrics is not None:
