@@ -12,9 +12,9 @@ MODEL := $(ROOT)/.cache/SmolLM2-135M-Instruct
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-# GRID of the demo's actor job: one, dp2, pp2 or tp3
-GRID ?= one
-RUN := $(if $(filter one,$(GRID)),demo,demo-$(GRID))
+# GRID of the demo's actor job: one, dp2, pp2 or tp3. The default is the fastest on two cores (docs/performance.md).
+GRID ?= pp2
+RUN := $(if $(filter pp2,$(GRID)),demo,demo-$(GRID))
 RANKS_one := 1
 RANKS_dp2 := 2
 RANKS_pp2 := 2
@@ -25,7 +25,7 @@ OVERRIDES_tp3 := parallel.tensor=3
 .PHONY: help setup grid demo test test-functions test-jobs test-faults test-soak lint docs clean
 
 help:
-	@echo "make demo [GRID=one|dp2|pp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
+	@echo "make demo [GRID=pp2|one|dp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
 	@echo "make test                         run the tests"
 	@echo "make test-faults                  run the longer ones of whole jobs: more grids, more faults"
 	@echo "make test-soak                    64 clients at one critic job for eight minutes: latency and memory"
@@ -46,7 +46,7 @@ $(MODEL)/model_config.yaml: | $(READY)
 
 # Before anything is installed
 grid:
-	@test -n "$(RANKS_$(GRID))" || { echo "make: GRID=$(GRID) is not one of one, dp2, pp2, tp3" >&2; exit 2; }
+	@test -n "$(RANKS_$(GRID))" || { echo "make: GRID=$(GRID) is not one of pp2, one, dp2, tp3" >&2; exit 2; }
 
 demo: grid $(READY) $(MODEL)/model_config.yaml
 	@if test -z "$(DEMO_ARGS)$(ACTOR_ARGS)$(CRITIC_ARGS)" && grep -qs '"complete": true' $(ROOT)/runs/$(RUN)/run.json; then \
