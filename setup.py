@@ -27,6 +27,7 @@ setup(
         "tokenizers>=0.21",
         "safetensors>=0.4",
         "hydra-core>=1.3,<1.4",
+        "math-verify[antlr4-9-3]>=0.8",
         "omegaconf>=2.3,<2.4",
         "PyYAML>=6",
         "psutil>=5.9",

@@ -19,7 +19,7 @@ from aligner.config.jobs import ActorConfig
 from aligner.config.load import to_dict, to_yaml
 from aligner.data.batch import Sample
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
-from aligner.data.splits import load_splits
+from aligner.data.splits import Limited, load_splits
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.checkpoint_folder import TOKENIZER, checkpoint_shape, opened
 from aligner.models.model_config import ModelShape
@@ -29,7 +29,7 @@ from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import ON_GPU, resolve_dtype, set_threads, synchronise, thread_count
 from aligner.parallel.startup import detect_launch, start
 from aligner.parallel.topology import Topology, grid_problems
-from aligner.rewards.source import build_reward
+from aligner.rewards.source import build_reward, check_right_answers
 from aligner.runtime.errors import ConfigError
 from aligner.runtime.lock import RunLock
 from aligner.runtime.log import setup_logging
@@ -138,10 +138,13 @@ def with_saved_dtype(model: ModelConfig, job: Job, step: Optional[int]) -> Model
 def load_samples(config: ActorConfig, job: Job) -> Samples:
     """Prompts of the data settings, at most validation.max_prompts of them held out. A malformed file raises on every rank."""
     limit = config.engine.max_input_len
-    train, held_out = on_all(
-        lambda: load_splits(config.data, seed=config.run.seed, tokenizer=job.tokenizer, max_input_len=limit),
-        job.topology,
-    )
+
+    def load() -> tuple[Limited, Limited]:
+        splits = load_splits(config.data, seed=config.run.seed, tokenizer=job.tokenizer, max_input_len=limit)
+        check_right_answers(config.reward, [sample for split in splits for sample in split.samples])
+        return splits
+
+    train, held_out = on_all(load, job.topology)
     return Samples(
         train.samples,
         held_out.samples[: config.validation.max_prompts],

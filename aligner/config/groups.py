@@ -4,6 +4,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
+from aligner.config.reward import RewardConfig as RewardConfig
+from aligner.config.reward import RewardKind as RewardKind
+from aligner.config.reward import RewardPlace as RewardPlace
+
 
 class Dtype(Enum):
     auto = "auto"
@@ -84,19 +88,6 @@ class Truncation(Enum):
     mask = "mask"
     penalise = "penalise"
     ignore = "ignore"
-
-
-class RewardKind(Enum):
-    task = "task"
-    function = "function"
-    model = "model"
-    http = "http"
-
-
-class RewardPlace(Enum):
-    critic = "critic"
-    actor = "actor"
-    server = "server"
 
 
 class CriticPlace(Enum):
@@ -331,45 +322,6 @@ class PPOConfig:
     positive again, and the critic trains on; 0: never. Warm-up does not count."""
     reference: ReferencePlace = ReferencePlace.held
     """held: the frozen reference's weights stay on the device; swapped: they live on the host and are swapped in for its forward pass."""
-
-
-@dataclass
-class RewardConfig:
-    place: RewardPlace = RewardPlace.critic
-    """Which job scores: critic, actor (critic-free runs), or server (a reward job of its own, serve_reward_model.py)."""
-    kind: RewardKind = RewardKind.task
-    """task: the reasoning-gym task's verifier; function: reward.function; model: a reward model on Megatron; http: a service of yours at
-    reward.url (docs/rewards.md)."""
-    function: Optional[str] = None
-    """`file.py:name` of a Python function (response: str, sample: dict) -> float or dict of parts, run in sandboxed workers."""
-    endpoint: Optional[str] = None
-    """For place server: host:port of the reward job; absent: read from the run's endpoints/reward.json."""
-    checkpoint: Optional[str] = None
-    """Folder of a converted reward model, for kind model."""
-    micro_batch_size: int = 4
-    """Rows a forward pass of the reward model on one data-parallel rank."""
-    micro_batch_tokens: Optional[int] = None
-    """Tokens a forward pass of the reward model, padding included, instead of reward.micro_batch_size rows. Absent: rows count."""
-    answer: str = "first_integer"
-    """How a task's answer is checked: first_integer (the first signed integer is right, 0 or 1) or task (reasoning-gym's own scorer)."""
-    format_credit: float = 0.0
-    """Added for form: half for exactly one number in the response, half for ending by itself."""
-    workers: int = 1
-    """Verifier processes."""
-    timeout: float = 10.0
-    """Deadline of one score, in seconds; for kind http of one attempt to get a request answered."""
-    url: Optional[str] = None
-    """For kind http: where samples are posted, http://HOST:PORT/PATH or https."""
-    deadline: float = 120.0
-    """For kind http: seconds after which a request that no attempt got answered has failed."""
-    concurrency: int = 8
-    """For kind http: requests at once, of each rank that scores."""
-    batch_size: int = 16
-    """For kind http: responses a request at most."""
-    memory_mb: int = 2048
-    """Address space of a verifier process, in MB."""
-    allow_eval: bool = False
-    """Allow reasoning-gym tasks whose scorers evaluate text."""
 
 
 @dataclass

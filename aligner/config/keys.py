@@ -69,17 +69,32 @@ def type_name(hint: Any) -> str:
         return "one of " + ", ".join(member.name for member in hint)
     if get_origin(hint) is list:
         return f"a list of {type_name(get_args(hint)[0])}"
+    if is_dataclass(hint):
+        return "mappings"
     if get_origin(hint) is dict:
         return "a mapping"
     return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[hint]
 
 
 def expected(job: type, key: str, value: Any) -> str:
-    """What group.key takes, with the nearest member of an enum."""
+    """What group.key takes, with the nearest member of an enum, or with the entry of a list of mappings that does not fit."""
     hint = type_of(job, key)
+    if get_origin(hint) is list and is_dataclass(entry := get_args(hint)[0]):
+        return type_name(hint) + _unfit(entry, value)
     inside = optional_inside(hint) or hint
     names = [m.name for m in inside] if isinstance(inside, type) and issubclass(inside, Enum) else []
     return type_name(hint) + did_you_mean(str(value), names)
+
+
+def _unfit(entry: type, value: Any) -> str:
+    """The first key, of a list of mappings that should be `entry`s, that is unknown; else what keys there are."""
+    names = [f.name for f in fields(entry)]
+    for mapping in value if isinstance(value, list) else []:
+        for name in mapping if isinstance(mapping, dict) else []:
+            if name not in names:
+                return f": unknown key {name}{did_you_mean(name, names)}"
+    types_ = ", ".join(f"{name}: {type_name(hint)}" for name, hint in get_type_hints(entry).items())
+    return f" of {{{types_}}}"
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

@@ -49,5 +49,7 @@ def all_fields() -> dict[type, set[str]]:
     """Every dataclass of settings and its fields."""
     from aligner.config import keys
     from aligner.config.jobs import JOBS
+    from aligner.config.reward import RewardPart
 
-    return {cls: set(keys.field_docs(cls)) for job in JOBS.values() for cls in keys.groups(job).values()}
+    classes = {cls for job in JOBS.values() for cls in keys.groups(job).values()}
+    return {cls: set(keys.field_docs(cls)) for cls in (*classes, RewardPart)}

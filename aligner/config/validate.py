@@ -285,10 +285,9 @@ def _data(config: ActorConfig) -> Iterator[str]:
         yield "data.validation_prompts goes with data.prompts; a task holds out problems of its own (data.holdout)"
     if data.task_key not in ("question", "operands"):
         yield f"data.task_key={data.task_key} must be question or operands"
-    if config.reward.kind is RewardKind.task and data.prompts is not None and data.task is None:
-        yield f"reward.kind=task needs data.task: with data.prompts={data.prompts} set reward.kind to function or model"
-    if config.reward.answer not in ("first_integer", "task"):
-        yield f"reward.answer={config.reward.answer} must be first_integer or task"
+    kinds = [config.reward.kind, *(part.kind for part in config.reward.parts)]
+    if RewardKind.task in kinds and data.prompts is not None and data.task is None:
+        yield f"reward.kind=task needs data.task: with data.prompts={data.prompts} set reward.kind to another one, maths or model say"
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(data.template) if name is not None}
     except ValueError as error:

@@ -6,20 +6,13 @@ from urllib.parse import urlsplit
 
 from aligner.config.groups import Advantage, CriticPlace, RewardKind, RewardPlace
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
+from aligner.config.validate_reward import parts_problems, verifier_problems
 
 
 def reward_problems(reward: Any) -> Iterator[str]:
-    if reward.kind is RewardKind.function:
-        path, _, name = (reward.function or "").rpartition(":")
-        if not path or not name.isidentifier():
-            yield f"reward.kind=function needs reward.function=file.py:name, and it is {reward.function}"
-        elif not Path(path).is_file():
-            yield f"reward.function={reward.function}: there is no file {Path(path).absolute()}"
-    elif reward.function is not None:
-        yield f"reward.function={reward.function} needs reward.kind=function, and it is {reward.kind.name}"
+    yield from verifier_problems("reward", reward)
+    yield from parts_problems(reward)
     yield from _http(reward)
-    if reward.kind is not RewardKind.task and reward.format_credit:
-        yield f"reward.format_credit={reward.format_credit} needs reward.kind=task, and it is {reward.kind.name}: set it to 0"
     if reward.kind is RewardKind.model and reward.checkpoint is None:
         yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
     if reward.kind is not RewardKind.model and reward.checkpoint is not None:

@@ -5,6 +5,7 @@ parent's death is sent when the thread that started the child ends."""
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import select
@@ -21,6 +22,8 @@ from aligner.data.batch import Score
 from aligner.data.tasks import HASH_SEED
 from aligner.rewards.replies import WorkerFailed, failure, read_error, read_reply, read_score
 
+log = logging.getLogger(__name__)
+
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 # Nothing else of the environment reaches a verifier: a token in it would be at the mercy of the user's function.
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "TZ")
@@ -33,6 +36,10 @@ REASONS = {
 MAX_REPLY = 1 << 20
 MAX_FAILED_STARTS = 3
 CLOSED = "the verifier pool was closed"
+
+
+class ScoringFailed(WorkerFailed):
+    """It failed while it scored a response."""
 
 
 class WorkerProcess:
@@ -140,7 +147,9 @@ class Job(NamedTuple):
 class WorkerPool:
     """`workers` verifier processes that score requests {"response": text, "sample": fields with `ended`}.
 
-    timeout: seconds of one score. start_timeout: seconds of a start, and of preparing a sample (imports, building a dataset).
+    timeout: seconds of one score. failed_score: what a response earns where scoring it raised, hung or ended its process (absent: an
+    error); what goes wrong before it is scored stays an error. start_timeout: seconds of a start, and of preparing a sample (imports,
+    building a dataset).
     Raises ValueError where the verifier cannot be built (the user's file, say), RuntimeError where no process comes up in time."""
 
     def __init__(
@@ -150,11 +159,13 @@ class WorkerPool:
         workers: int,
         timeout: float,
         memory_mb: int,
+        failed_score: Optional[float] = None,
         start_timeout: float = 120.0,
         max_queued: int = 1 << 16,
     ) -> None:
         self._spec = {**spec, "timeout": timeout, "memory_mb": memory_mb, "start_timeout": start_timeout}
         self._timeout, self._start_timeout, self._max_queued = timeout, start_timeout, max_queued
+        self._failed_score = failed_score
         self._jobs: "queue.SimpleQueue[Optional[Job]]" = queue.SimpleQueue()
         self._submitting, self._closed = threading.Lock(), threading.Event()
         self._slots = [Slot(self, at) for at in range(workers)]
@@ -202,12 +213,20 @@ class WorkerPool:
         prepared_by = time.monotonic() + self._start_timeout
         worker.send(request, prepared_by)
         reply = worker.receive(prepared_by)
-        if "started" in reply:
-            try:
-                reply = worker.receive(time.monotonic() + self._timeout)
-            except WorkerFailed as error:
-                raise WorkerFailed(f"{error} (reward.timeout={self._timeout:g} s)") from error
-        return read_score(reply)
+        if "started" not in reply:
+            return read_score(reply)
+        try:
+            score = read_score(worker.receive(time.monotonic() + self._timeout))
+        except WorkerFailed as error:
+            raise ScoringFailed(f"{error} (reward.timeout={self._timeout:g} s)") from error
+        return score if score.error is None else self.failed(score.error)
+
+    def failed(self, why: str) -> Score:
+        """The score of a response that could not be scored."""
+        if self._failed_score is None:
+            return failure(why)
+        log.warning("a response could not be scored and earns reward.failed_score=%g: %s", self._failed_score, why)
+        return Score(self._failed_score, {"failed": 1.0})
 
     def close(self) -> None:
         """End all processes; responses that still wait get an error. Safe to call twice."""
@@ -262,14 +281,15 @@ class Slot:
                 if self.worker is None:
                     self._restart()
                 return self._pool.ask(self.worker, job.request)
-            why = CLOSED
+            return failure(CLOSED)
         except BaseException as error:
+            scoring = isinstance(error, ScoringFailed) and not self._pool.closed
             why = CLOSED if self._pool.closed else f"the verifier failed: {str(error) or type(error).__name__}"
             try:
                 self._drop()
             except BaseException as left:
                 why += f"; its process could not be ended: {left}"
-        return failure(why)
+            return self._pool.failed(why) if scoring else failure(why)
 
     def _restart(self) -> None:
         # A verifier that cannot come up any more must not cost each of the waiting responses a start's deadline.

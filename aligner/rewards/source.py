@@ -2,14 +2,17 @@
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
-from aligner.config.groups import RewardConfig, RewardKind
-from aligner.data.batch import Score, ScoreRow
+from aligner.config.reward import RewardConfig, RewardKind, VerifierConfig, part_name
+from aligner.config.validate_reward import parts_problems, verifier_problems
+from aligner.data.batch import Sample, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
+from aligner.data.prompts import SHOWN
 from aligner.data.tasks import STOP_STRINGS
 from aligner.data.tokenizer import Tokenizer
 from aligner.rewards.pool import WorkerPool
+from aligner.rewards.problems import right_answer
 from aligner.rewards.remote import HttpReward, Limits
 
 
@@ -32,7 +35,7 @@ class VerifierReward:
 
 
 def build_reward(reward: RewardConfig, tokenizer: Tokenizer) -> RewardSource:
-    """The reward of kind task, function or http. A verifier's processes are up when this returns, so call it before a server or CUDA
+    """The reward of every kind but model. A verifier's processes are up when this returns, so call it before a server or CUDA
     starts.
 
     Raises ValueError for a function that cannot be loaded, and for kind model, which is no verifier."""
@@ -44,17 +47,60 @@ def build_reward(reward: RewardConfig, tokenizer: Tokenizer) -> RewardSource:
         assert reward.url is not None, "checked with the settings"
         limits = Limits(reward.timeout, reward.deadline, reward.concurrency, reward.batch_size)
         return HttpReward(reward.url, tokenizer, limits)
-    spec: dict[str, Any] = {"kind": reward.kind.value, "answer": reward.answer}
-    spec |= {"format_credit": reward.format_credit, "allow_eval": reward.allow_eval}
-    if reward.kind is RewardKind.function:
-        if not reward.function:
-            raise ValueError("reward.kind=function needs reward.function=file.py:name")
-        if reward.format_credit:
-            raise ValueError(
-                "reward.format_credit goes with reward.kind=task; a function gives its own credit for form"
-            )
-        path, _, name = reward.function.rpartition(":")
-        spec["function"] = f"{Path(path).absolute()}:{name}" if path else reward.function
-    return VerifierReward(
-        WorkerPool(spec, workers=reward.workers, timeout=reward.timeout, memory_mb=reward.memory_mb), tokenizer
+    pool = WorkerPool(
+        verifier_spec(reward),
+        workers=reward.workers,
+        timeout=reward.timeout,
+        memory_mb=reward.memory_mb,
+        failed_score=reward.failed_score,
     )
+    return VerifierReward(pool, tokenizer)
+
+
+def check_right_answers(reward: RewardConfig, samples: Sequence[Sample]) -> None:
+    """Raises ValueError with the first samples of prompt files that lack the right answer which the reward compares with."""
+    compared = (RewardKind.maths, RewardKind.exact)
+    for part in (reward, *reward.parts):
+        if part.kind not in compared:
+            continue
+        problems = []
+        for sample in samples:
+            try:
+                if "task" not in sample.fields:
+                    right_answer(sample.fields, part.answer_field)
+            except ValueError as error:
+                problems.append(f"{sample.origin}: {error}")
+        if problems:
+            raise ValueError(
+                f"{len(problems)} of {len(samples)} prompts cannot be scored by reward.kind={part.kind.name}:\n"
+                + "\n".join(problems[:SHOWN])
+            )
+
+
+def verifier_spec(reward: RewardConfig) -> dict[str, Any]:
+    """What a worker builds its verifier from, as plain values. Raises ValueError for settings that do not go together."""
+    if found := [*verifier_problems("reward", reward), *parts_problems(reward)]:
+        raise ValueError("; ".join(found))
+    spec = {**_part_spec(reward), "allow_eval": reward.allow_eval}
+    if reward.kind is RewardKind.parts:
+        spec["parts"] = [{**_part_spec(p), "weight": p.weight, "name": part_name(p)} for p in reward.parts]
+    return spec
+
+
+def _part_spec(part: VerifierConfig) -> dict[str, Any]:
+    function = part.function
+    if function is not None:
+        path, _, name = function.rpartition(":")
+        function = f"{Path(path).absolute()}:{name}" if path else function
+    return {
+        "kind": part.kind.value,
+        "function": function,
+        "answer": part.answer,
+        "format_credit": part.format_credit,
+        "answer_field": part.answer_field,
+        "extract": part.extract,
+        "final_answer": part.final_answer.value,
+        "ignore_case": part.ignore_case,
+        "pattern": part.pattern,
+        "template": part.template,
+    }

@@ -3,46 +3,26 @@
 A verifier has prepare(sample), which may be slow (imports, building a dataset), and score(prepared, response, sample), which has
 reward.timeout seconds. Both raise for what cannot be scored: a failure is never a reward of 0."""
 
+import contextlib
 import importlib.util
 import inspect
-import json
 import math
 import struct
 import sys
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from aligner.data.tasks import create_dataset, digest
 from aligner.rewards.answers import first_integer, integer, numbers
+from aligner.rewards.problems import Problems
 from aligner.rewards.text_evaluation import evaluating_call
-
-
-class Problems:
-    """reasoning-gym problems regenerated from (task, config, seed, index); datasets are kept."""
-
-    def __init__(self) -> None:
-        self._datasets: dict[str, Any] = {}
-
-    def __call__(self, sample: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """(dataset, entry) of a sample. Raises ValueError where this host generates another problem than the sender's."""
-        task, config, seed, index = (sample[name] for name in ("task", "config", "seed", "index"))
-        known_by = json.dumps([task, config, seed], sort_keys=True)
-        if known_by not in self._datasets:
-            self._datasets[known_by] = create_dataset(task, config, seed)
-        dataset = self._datasets[known_by]
-        entry = dataset[index]
-        if "digest" in sample and digest(entry) != sample["digest"]:
-            raise ValueError(
-                f"problem {index} of {task} is another one here ({entry['question']!r}): install the same reasoning-gym on both hosts"
-            )
-        return dataset, entry
 
 
 class TaskVerifier:
     """accuracy + format_credit * format, where format is half for exactly one number in the response and half for ending by itself.
 
     answer "first_integer": accuracy is 1 where the first number of the response is the task's answer, else 0.
-    answer "task": accuracy is reasoning-gym's own score of the whole response, in [0, 1]."""
+    answer "task": accuracy is reasoning-gym's own score of the whole response, in [0, 1]. Some scorers raise where a response is not of
+    the form that they read: that is 0, with the part `unreadable` 1, unless the scorer raises at its own answer (or none) too."""
 
     def __init__(self, *, answer: str, format_credit: float, allow_eval: bool) -> None:
         if answer not in ("first_integer", "task"):
@@ -50,6 +30,10 @@ class TaskVerifier:
         self.answer, self.format_credit, self.allow_eval = answer, format_credit, allow_eval
         self._problems = Problems()
         self._evaluating: dict[type, Optional[str]] = {}
+
+    def preload(self) -> None:
+        with contextlib.suppress(ImportError):  # each request says it again, by name
+            import reasoning_gym  # noqa: F401  3 s that pass while the first responses are generated
 
     def prepare(self, sample: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if "task" not in sample:
@@ -72,15 +56,27 @@ class TaskVerifier:
         return self._evaluating[dataset_class]
 
     def score(self, prepared: tuple[Any, dict[str, Any]], response: str, sample: dict[str, Any]) -> dict[str, float]:
-        dataset, entry = prepared
+        (dataset, entry), unreadable = prepared, False
         if self.answer == "first_integer":
             accuracy = float(first_integer(response) == integer(str(entry["answer"])))
         else:
-            accuracy = float(dataset.score_answer(answer=response.strip(), entry=entry))
+            accuracy, unreadable = _task_score(dataset, entry, response.strip())
         one, ended = len(numbers(response)) == 1, sample["ended"]
         form = 0.5 * one + 0.5 * ended
         parts = {"accuracy": accuracy, "well_formed": float(one and ended), "format": form}
+        if unreadable:
+            parts["unreadable"] = 1.0
         return {"reward": accuracy + self.format_credit * form, **parts}
+
+
+def _task_score(dataset: Any, entry: dict[str, Any], response: str) -> tuple[float, bool]:
+    """(score, whether the scorer could not read the response)."""
+    try:
+        return float(dataset.score_answer(answer=response, entry=entry)), False
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, SyntaxError):
+        own = "" if entry["answer"] is None else str(entry["answer"])
+        dataset.score_answer(answer=own, entry=entry)  # raises where the scorer is at fault
+        return 0.0, True
 
 
 class FunctionVerifier:
@@ -95,10 +91,7 @@ class FunctionVerifier:
         self._problems = Problems()
 
     def prepare(self, sample: dict[str, Any]) -> dict[str, Any]:
-        if "task" not in sample:
-            return sample
-        _, entry = self._problems(sample)
-        return {**sample, "question": entry["question"], "answer": entry["answer"]}
+        return self._problems.fields(sample)
 
     def score(self, prepared: dict[str, Any], response: str, sample: dict[str, Any]) -> dict[str, float]:
         result = self._function(response, prepared)

@@ -3,7 +3,6 @@
 It says {"ready"} or {"error"} once; then, for each request, {"started"} when the slow preparation is over (the deadline of one score
 runs from there) and {"parts"} or {"error"}. Each carries the "number" of its request; that of the start is 0."""
 
-import contextlib
 import ctypes
 import json
 import math
@@ -15,7 +14,7 @@ import time
 import traceback
 from typing import Any, BinaryIO, Optional
 
-from aligner.rewards.verifiers import FunctionVerifier, TaskVerifier
+from aligner.rewards.build import build_verifier
 
 PR_SET_PDEATHSIG = 1
 OPEN_FILES = 256
@@ -61,12 +60,6 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def build_verifier(spec: dict[str, Any]) -> TaskVerifier | FunctionVerifier:
-    if spec["kind"] == "function":
-        return FunctionVerifier(spec["function"])
-    return TaskVerifier(answer=spec["answer"], format_credit=spec["format_credit"], allow_eval=spec["allow_eval"])
-
-
 def describe(error: BaseException) -> str:
     """Type, message and the innermost line, for a reader who has no traceback."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -99,9 +92,8 @@ def serve(spec: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
         reply(0, raised=error, error=str(error) if isinstance(error, ValueError) else describe(error))
         return
     reply(0, ready=True)
-    if spec["kind"] == "task":
-        with contextlib.suppress(ImportError):  # each request says it again, by name
-            import reasoning_gym  # noqa: F401  3 s that pass while the first responses are generated
+    if hasattr(verifier, "preload"):
+        verifier.preload()
     for line in requests:
         request = json.loads(line)
         number = request["number"]

@@ -14,6 +14,7 @@ from aligner.config import keys
 from aligner.config.groups import Advantage, CriticPlace, EngineKind, Resume, RewardKind, Schedule
 from aligner.config.jobs import JOBS, ActorConfig, CriticConfig, SFTConfig
 from aligner.config.load import CONF, load, to_dict, to_yaml
+from aligner.config.reward import RewardPart
 from aligner.config.validate import problems as cross_problems
 from aligner.runtime.errors import ConfigError
 
@@ -141,6 +142,17 @@ def test_settings_that_fit_have_no_problems():
             {"reward__kind": RewardKind.model, "reward__format_credit": 0.3},
             "reward.format_credit=0.3 needs reward.kind=task",
         ),
+        (
+            {
+                "data__task": None,
+                "data__prompts": __file__,
+                "reward__kind": RewardKind.parts,
+                "reward__parts": [RewardPart()],
+            },
+            "reward.kind=task needs data.task",
+        ),
+        ({"reward__kind": RewardKind.regex}, "reward.kind=regex needs reward.pattern"),
+        ({"reward__failed_score": float("nan")}, "reward.failed_score=nan must be a finite number"),
         ({"data__holdout": 0.0}, "leaves no problem to validate on"),
         ({"data__holdout": 1.0}, "leaves no problem to train on"),
         ({"reward__checkpoint": "somewhere"}, "needs reward.kind=model"),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.groups import RewardConfig, RewardKind
+from aligner.config.reward import RewardConfig, RewardKind, RewardPart
 from aligner.data.batch import ScoreRow
 from aligner.rewards.pool import WorkerPool, WorkerProcess
-from aligner.rewards.source import build_reward
+from aligner.rewards.source import build_reward, verifier_spec
 
 FUNCTIONS = '''
 import os, subprocess, sys, time
@@ -135,6 +135,44 @@ def test_a_response_that_takes_too_long_is_an_error_and_its_process_is_replaced(
         assert "did not answer before its deadline (reward.timeout=1 s)" in failed.error
         assert after.value == 3.0
         assert gone([first]) and pool.pids != [first]
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("response", ["hang", "raise", "exit", "memory", "large number"])
+def test_a_response_that_cannot_be_scored_may_earn_what_is_set_and_is_counted(file, response, caplog):
+    pool = make(file, timeout=1.0, failed_score=-1.0)
+    try:
+        before, failed, after = ask(pool, "ab", response, "abc")
+        assert (before.value, before.parts, after.value, after.parts) == (2.0, {}, 3.0, {})
+        assert (failed.value, failed.parts, failed.error) == (-1.0, {"failed": 1.0}, None)
+        assert "a response could not be scored and earns reward.failed_score=-1" in caplog.text
+    finally:
+        pool.close()
+
+
+def test_what_fails_before_it_is_scored_stays_an_error():
+    """A sample without a right answer is the data's fault, not the response's."""
+    spec = verifier_spec(RewardConfig(kind=RewardKind.exact))
+    pool = WorkerPool(spec, workers=1, timeout=10.0, memory_mb=1024, failed_score=0.0)
+    try:
+        good, bad = pool.submit([{"response": "7", "sample": {"answer": "7"}}, {"response": "7", "sample": {}}]).result(
+            100
+        )
+        assert (good.value, good.error) == (1.0, None)
+        assert math.isnan(bad.value) and "has no field answer for its right answer" in bad.error
+    finally:
+        pool.close()
+
+
+def test_a_pattern_that_backtracks_without_end_is_ended_at_the_deadline():
+    part = RewardPart(kind=RewardKind.regex, pattern="(a+)+$")
+    spec = verifier_spec(RewardConfig(kind=RewardKind.parts, parts=[part]))
+    pool = WorkerPool(spec, workers=1, timeout=1.0, memory_mb=1024)
+    try:
+        stuck, after = pool.submit([{"response": r, "sample": {}} for r in ("a" * 50 + "b", "baa")]).result(100)
+        assert "did not answer before its deadline (reward.timeout=1 s)" in stuck.error and math.isnan(stuck.value)
+        assert (after.value, after.parts) == (1.0, {"regex": 1.0})
     finally:
         pool.close()
 
@@ -390,7 +428,7 @@ def test_build_reward_scores_a_task():
         ({"kind": RewardKind.function}, "needs reward.function=file.py:name"),
         (
             {"kind": RewardKind.function, "function": "a.py:f", "format_credit": 0.3},
-            "reward.format_credit goes with reward.kind=task",
+            "reward.format_credit=0.3 needs reward.kind=task",
         ),
         ({"kind": RewardKind.function, "function": "none.py:f"}, "there is no file"),
         ({"answer": "last"}, "reward.answer=last"),

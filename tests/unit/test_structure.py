@@ -34,6 +34,7 @@ HOMES = {
     "tensorrt_llm": {"trtllm"},
     "transformers": {"data"},
     "reasoning_gym": {"data", "rewards"},
+    "math_verify": {"rewards"},
     "wandb": {"runtime"},
     "rich": {"runtime"},
 }

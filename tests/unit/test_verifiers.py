@@ -2,7 +2,6 @@
 
 import pytest
 
-from aligner.rewards.text_evaluation import evaluating_call
 from aligner.rewards.verifiers import FunctionVerifier, TaskVerifier, finite_number, load_function
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -78,24 +77,6 @@ def test_scorers_that_evaluate_text_need_permission():
     with pytest.raises(ValueError, match=r"countdown evaluates text .*parse_expr.* reward.allow_eval=true"):
         TaskVerifier(answer="task", format_credit=0.0, allow_eval=False).prepare(fields)
     assert score(TaskVerifier(answer="task", format_credit=0.0, allow_eval=True), "1", fields)["reward"] < 1.0
-
-
-def test_which_scorers_evaluate_text():
-    """The list read from the source of reasoning-gym 0.1.25; a scorer that is new to it must be looked at."""
-    from reasoning_gym.factory import DATASETS
-
-    found = {name for name, (dataset, _) in DATASETS.items() if evaluating_call(dataset)}
-    read = {"binary_matrix", "bitwise_arithmetic", "composite", "countdown", "intermediate_integration", "n_queens"}
-    read |= {"number_sorting", "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix"}
-    assert found >= read | {"string_insertion"}
-    assert not found & {
-        "chain_sum",
-        "basic_arithmetic",
-        "products",
-        "letter_counting",
-        "spell_backward",
-        "simple_equations",
-    }
 
 
 FUNCTIONS = """
