@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple, Optional
 
 from aligner.rewards.child import in_child
-from aligner.rewards.final_answer import Extraction, final_answer, right_final_answer
+from aligner.rewards.final_answer import Extraction, after_hashes, final_answer, last_boxed, right_final_answer
 from aligner.rewards.problems import Problems, right_answer
 from aligner.rewards.quantities import equal, plain, quantity
 
@@ -29,15 +29,18 @@ class MathsVerifier:
 
     def __init__(self, *, answer_field: str, extract: Optional[str], final: str, timeout: float) -> None:
         self._field, self._extract, self._final = answer_field, Extraction(extract), final
-        self._timeout, self._problems = timeout * SHARE, Problems()
+        self._timeout, self._problems, self._ready = timeout * SHARE, Problems(), False
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("reward.kind=maths needs the package math-verify: pip install 'math-verify[antlr4_9_3]'")
 
     def preload(self) -> None:
-        import math_verify  # noqa: F401  it brings sympy: about a second, once, and no forked child has to do it
-
+        if self._ready:
+            return
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)
         warnings.simplefilter("ignore")
+        # imports and tables that are made at the first use: seconds, once, which no forked child has to spend again
+        symbolically_equal("$\\frac{x}{2}$", "$\\frac{1}{2}x$")
+        self._ready = True
 
     def prepare(self, sample: dict[str, Any]) -> Right:
         text = right_final_answer(right_answer(self._problems.fields(sample), self._field))
@@ -45,9 +48,7 @@ class MathsVerifier:
 
     def score(self, right: Right, response: str, sample: dict[str, Any]) -> dict[str, float]:
         text = self._extract(response)
-        answer = None if text is None else final_answer(text, self._final)
-        if answer is None and text is not None and right.value is None and self._final == "any":
-            answer = text.strip() or None  # an expression in a sentence: math-verify looks for it
+        answer = None if text is None else self._answer(right, text)
         same = False if answer is None else self._same(right, answer)
         accuracy = float(bool(same))
         return {
@@ -56,6 +57,14 @@ class MathsVerifier:
             "answered": float(answer is not None),
             "undecided": float(same is None),
         }
+
+    def _answer(self, right: Right, text: str) -> Optional[str]:
+        """By reward.final_answer; but an expression in a sentence is looked for by math-verify: the last number is only a piece of it."""
+        if self._final == "any" and right.value is None:
+            found = last_boxed(text) or after_hashes(text)
+            return (text.strip() or None) if found is None else marked(found)
+        found = final_answer(text, self._final)
+        return found and marked(found)
 
     def _same(self, right: Right, answer: str) -> Optional[bool]:
         """None where it could not be decided."""
@@ -67,7 +76,7 @@ class MathsVerifier:
         if max(len(right.text), len(answer)) > LONGEST:
             return None
         self.preload()
-        return in_child(lambda: symbolically_equal(right.text, answer), self._timeout)
+        return in_child(lambda: symbolically_equal(marked(right.text), answer), self._timeout)
 
 
 def symbolically_equal(right: str, answer: str) -> bool:
@@ -83,13 +92,13 @@ def _parsed(text: str) -> list[Any]:
     from math_verify import parse
 
     try:
-        return parse(_marked(text), parsing_timeout=None, raise_on_error=True)
+        return parse(text, parsing_timeout=None, raise_on_error=True)
     except (MemoryError, RecursionError):
         raise
     except Exception:  # its grammar and sympy raise many kinds for text that is no expression
         return []
 
 
-def _marked(text: str) -> str:
-    """As math-verify takes an expression for LaTeX: between dollar signs, where it has none."""
-    return text if "$" in text or "\\[" in text or "\\(" in text else f"${text}$"
+def marked(text: str) -> str:
+    """One expression as math-verify takes it for LaTeX: between dollar signs, where it has none. `plain` takes them off again."""
+    return text if "$" in text else f"${text}$"

@@ -16,6 +16,8 @@ from aligner.rewards.answers import first_integer, integer, numbers
 from aligner.rewards.problems import Problems
 from aligner.rewards.text_evaluation import evaluating_call
 
+NONSENSE = "no answer: qzx"
+
 
 class TaskVerifier:
     """accuracy + format_credit * format, where format is half for exactly one number in the response and half for ending by itself.
@@ -29,7 +31,7 @@ class TaskVerifier:
             raise ValueError(f"reward.answer={answer} is neither first_integer nor task")
         self.answer, self.format_credit, self.allow_eval = answer, format_credit, allow_eval
         self._problems = Problems()
-        self._evaluating: dict[type, Optional[str]] = {}
+        self._checked: set[type] = set()
 
     def preload(self) -> None:
         with contextlib.suppress(ImportError):  # each request says it again, by name
@@ -46,14 +48,21 @@ class TaskVerifier:
                 raise ValueError(
                     f"the answer of {sample['task']} is {entry['answer']!r}, not an integer: set reward.answer=task"
                 )
-        elif not self.allow_eval and (call := self._evaluating_call(type(dataset))):
-            raise ValueError(f"the scorer of {sample['task']} evaluates text ({call}): it needs reward.allow_eval=true")
+        else:
+            self._check_scorer(sample["task"], dataset, entry)
         return dataset, entry
 
-    def _evaluating_call(self, dataset_class: type) -> Optional[str]:
-        if dataset_class not in self._evaluating:  # reading the source takes milliseconds, once a class
-            self._evaluating[dataset_class] = evaluating_call(dataset_class)
-        return self._evaluating[dataset_class]
+    def _check_scorer(self, task: str, dataset: Any, entry: dict[str, Any]) -> None:
+        """Raises ValueError for a scorer that evaluates text without permission, or tells nothing. Takes milliseconds, once a class."""
+        if type(dataset) in self._checked:
+            return
+        if not self.allow_eval and (call := evaluating_call(type(dataset))):
+            raise ValueError(f"the scorer of {task} evaluates text ({call}): it needs reward.allow_eval=true")
+        if _task_score(dataset, entry, NONSENSE)[0] == 1:  # game_of_life_halting of reasoning-gym 0.1.25
+            raise ValueError(
+                f"the scorer of {task} in this reasoning-gym accepts any text: reward.kind=exact or maths compares with its answer"
+            )
+        self._checked.add(type(dataset))
 
     def score(self, prepared: tuple[Any, dict[str, Any]], response: str, sample: dict[str, Any]) -> dict[str, float]:
         (dataset, entry), unreadable = prepared, False

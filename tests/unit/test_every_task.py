@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from aligner.rewards.text import ExactVerifier
 from aligner.rewards.text_evaluation import evaluating_call
 from aligner.rewards.verifiers import TaskVerifier
 
@@ -26,7 +27,9 @@ UNSAFE = {
     "spiral_matrix": "eval of the response",
     "string_insertion": "eval of the response",
 }
-SAFE = sorted(set(DATASETS) - set(UNSAFE))
+# Off: bool(text) == bool(answer), so that every text is right
+USELESS = {"game_of_life_halting"}
+SAFE = sorted(set(DATASETS) - set(UNSAFE) - USELESS)
 SMALL = {  # tasks whose usual problems take long to solve by hand
     "rush_hour": {"min_moves": 1, "max_moves": 1},
     "boxnet": {"min_row_num": 1, "max_row_num": 1, "min_column_num": 2, "max_column_num": 2},
@@ -61,6 +64,10 @@ WORKED_OUT = {
 }
 
 
+# where the answer to another problem may well be right
+WRONG = {"propositional_logic": "(P ∧ ¬P)"}
+
+
 def right(entry):
     if entry["answer"] is not None:
         return str(entry["answer"])
@@ -81,6 +88,17 @@ def test_a_scorer_that_evaluates_text_needs_permission(task):
     assert allowed.score(prepared, right(prepared[1]), sample)["accuracy"] == 1.0
 
 
+@pytest.mark.parametrize("task", sorted(USELESS))
+def test_a_scorer_that_accepts_any_text_is_refused(task):
+    sample = {"task": task, "config": {"size": 2}, "seed": 1, "index": 0, "ended": True}
+    with pytest.raises(
+        ValueError, match=f"the scorer of {task} in this reasoning-gym accepts any text: reward.kind=exact"
+    ):
+        TaskVerifier(answer="task", format_credit=0.0, allow_eval=False).prepare(sample)
+    exact = ExactVerifier(answer_field="answer", extract=None, ignore_case=False)
+    assert [exact.score(exact.prepare(sample), text, sample)["reward"] for text in ("False", "True")] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("task", SAFE)
 def test_a_task_tells_right_from_wrong(task):
     verifier = TaskVerifier(answer="task", format_credit=0.0, allow_eval=False)
@@ -89,12 +107,8 @@ def test_a_task_tells_right_from_wrong(task):
     prepared = verifier.prepare(sample)
     answer = right(prepared[1])
     assert verifier.score(prepared, f"{answer}\n", sample)["accuracy"] == 1.0
-    for index in range(1, 10):
-        other = right(verifier.prepare({**sample, "index": index})[1])
-        if other != answer:
-            break
-    else:
-        other = "something else"  # all ten problems have one answer
+    others = (right(verifier.prepare({**sample, "index": index})[1]) for index in range(1, 10))
+    other = WRONG.get(task) or next((found for found in others if found != answer), "something else")
     for response in (other, "", "zebra 9 crossing", "[[1]]", '{"a": 1}'):
         scored = verifier.score(prepared, response, sample)
         assert 0 <= scored["accuracy"] < 1, response
