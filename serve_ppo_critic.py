@@ -19,7 +19,7 @@ def main() -> int:
     from aligner.algorithms.assemble import newest_pair, start_job, with_saved_dtype
     from aligner.algorithms.critic_job import build_critic_job
     from aligner.parallel.startup import shutdown
-    from aligner.serving.server import Place, serve
+    from aligner.serving.server import Place, serve, stop_asked
 
     job = start_job(config, "critic")
     config.model = with_saved_dtype(config.model, job, newest_pair(job))
@@ -29,7 +29,7 @@ def main() -> int:
         config.serving,
         place=Place(job.folder.path),
         group=job.topology.cpu_group if job.topology.world_size > 1 else None,
-        should_stop=lambda: stop.stopping,
+        should_stop=stop_asked(config.run, config.serving, stop),
         grid=job.grid,
         timeout=config.parallel.timeout,
         stacks=job.stacks,

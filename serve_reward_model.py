@@ -21,7 +21,7 @@ def main() -> int:
     from aligner.algorithms.assemble import start_job
     from aligner.algorithms.reward_job import build_reward_job
     from aligner.parallel.startup import shutdown
-    from aligner.serving.server import Place, serve
+    from aligner.serving.server import Place, serve, stop_asked
 
     job = start_job(config, "reward")
     backend = build_reward_job(config, job)
@@ -30,7 +30,7 @@ def main() -> int:
         config.serving,
         place=Place(job.folder.path, name="reward"),
         group=job.topology.cpu_group if job.topology.world_size > 1 else None,
-        should_stop=lambda: stop.stopping,
+        should_stop=stop_asked(config.run, config.serving, stop),
         grid=job.grid,
         timeout=config.parallel.timeout,
         stacks=job.stacks,

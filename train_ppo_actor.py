@@ -37,8 +37,10 @@ def main() -> int:
     job.record(**assemble.facts(policy, engine, critic, samples))
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": reward}
     trainer = assemble.build_trainer(config, job, **parts, samples=samples, resumed=resumed)
-    state = trainer.fit(resume_from=resumed, should_stop=lambda: stop.stopping)
-    assemble.finish(job, trainer, [critic, reward], complete=state.step >= config.run.max_steps)
+    state = trainer.fit(resume_from=resumed, should_stop=assemble.stop_asked(config, stop, trainer))
+    if not (complete := state.step >= config.run.max_steps):
+        stop.ask()  # rank 0 alone looks at the clock
+    assemble.finish(job, trainer, [critic, reward], complete=complete)
     for part in filter(None, (critic, reward, engine)):
         part.close()
     shutdown()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -25,6 +25,7 @@ from aligner.models.checkpoint_folder import TOKENIZER, checkpoint_shape, opened
 from aligner.models.model_config import ModelShape
 from aligner.models.policy import Policy, PolicyLoss
 from aligner.models.training_state import resumed_dtype
+from aligner.parallel.arrival import look_around
 from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import ON_GPU, resolve_dtype, set_threads, synchronise, thread_count
 from aligner.parallel.startup import detect_launch, start
@@ -36,7 +37,9 @@ from aligner.runtime.log import setup_logging
 from aligner.runtime.recorder import Recorder
 from aligner.runtime.report import write_report
 from aligner.runtime.run_folder import RunFolder
+from aligner.runtime.signals import StopSignals
 from aligner.runtime.stacks import Stacks
+from aligner.runtime.time_limit import TimeLimit, asked_to_stop
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ HUNG = 0.9  # of parallel.timeout: a rank's stacks are written before its collec
 
 @dataclass
 class Job:
-    """One rank of a started job. `lock` is held by rank 0 while it lives."""
+    """One rank of a started job. `lock` is held by rank 0 while it lives. arrived: what the run's record says of its ranks."""
 
     name: str
     topology: Topology
@@ -54,6 +57,7 @@ class Job:
     tokenizer: Tokenizer
     lock: Any
     stacks: Stacks
+    arrived: dict[str, Any] = field(default_factory=dict)
 
     @property
     def grid(self) -> str:
@@ -68,7 +72,8 @@ class Job:
     def record(self, **facts: Any) -> None:
         """Say in the run folder what and where this job is; rank 0 does."""
         if self.topology.is_reporter:
-            self.folder.write_record(self.name, pid=os.getpid(), host=os.uname().nodename, grid=self.grid, **facts)
+            known = {"pid": os.getpid(), "host": os.uname().nodename, "grid": self.grid, **self.arrived}
+            self.folder.write_record(self.name, **known, **facts)
 
 
 def start_job(config: Any, name: str) -> Job:
@@ -86,10 +91,11 @@ def start_job(config: Any, name: str) -> Job:
     folder = RunFolder.of(config.run)
     lock = on_reporter(lambda: _hold(folder, name, to_yaml(config)), topology)
     setup_logging(folder.logs, job=name, rank=launch.rank)
+    arrived = look_around(config.parallel, topology, engine_ranks=getattr(config, "engine_ranks", 1))
     with opened(Path(config.model.checkpoint), topology, only=TOKENIZER) as checkpoint:
         tokenizer = Tokenizer(checkpoint / TOKENIZER)
     stacks = Stacks(folder.stacks(name, launch.rank))
-    return Job(name, topology, folder, shape, tokenizer, lock, stacks)
+    return Job(name, topology, folder, shape, tokenizer, lock, stacks, arrived)
 
 
 def _hold(folder: RunFolder, name: str, settings: str) -> RunLock:
@@ -260,6 +266,13 @@ def build_policy(config: ActorConfig, topology: Topology) -> Policy:
 def own_reward(config: ActorConfig, job: Job) -> Optional[RewardSource]:
     """The verifier or remote reward of this job; None where another job scores."""
     return build_reward(config.reward, job.tokenizer) if config.reward.place is RewardPlace.actor else None
+
+
+def stop_asked(config: ActorConfig, stop: StopSignals, trainer: PPOTrainer) -> Callable[[], bool]:
+    """To be asked on rank 0 between steps: whether a signal came, or run.max_time would not hold another step and a save."""
+    limit = TimeLimit(config.run.max_time, margin=config.run.max_time_margin)
+    asked = asked_to_stop(limit, stop, lambda: trainer.recorder.longest_step + trainer.checkpoints.longest_save)
+    return lambda: asked() if trainer.state.step < config.run.max_steps else stop.stopping
 
 
 def already_complete(job: Job, steps: int) -> int:

@@ -4,6 +4,7 @@ A job without a critic (supervised ones too) has one half, and the rest is the s
 
 import logging
 import shutil
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class Begun:
     own_half: Half
     critic_half: Optional["Future[None]"]
     validation: Optional[float]
+    began: float  # time.monotonic
 
     @property
     def ready(self) -> bool:
@@ -73,6 +75,7 @@ class PairedCheckpoints:
         self.folder, self.config = folder, config
         self.policy, self.critic, self.topology, self.job = policy, critic, topology, job
         self._begun: Optional[Begun] = None
+        self.longest_save = 0.0  # seconds so far, from the beginning of a save to its commit
 
     def save(self, step: int, state: dict[str, Any], *, validation: Optional[float]) -> None:
         """Write both halves, then COMMITTED, then drop what is no longer kept. With checkpoint.asynchronous both halves are only begun:
@@ -80,13 +83,14 @@ class PairedCheckpoints:
 
         Raises on every rank where either half failed; the older pairs are untouched then."""
         self.settle(wait=True)
+        began = time.monotonic()
         what, beside = f"the checkpoint of step {step}", self.config.asynchronous
         critic_half = self._agreed(what, lambda: self._start_critic(step))
         faults.reach("saving", step)
         own_half = self._agreed(
             what, lambda: self.policy.save(self.folder.step(step) / self.job, extra=state, beside=beside)
         )
-        self._begun = Begun(step, own_half, critic_half, validation)
+        self._begun = Begun(step, own_half, critic_half, validation, began)
         faults.reach("copied", step)
         self.settle(wait=not beside)
 
@@ -103,6 +107,7 @@ class PairedCheckpoints:
             return
         faults.reach("before_commit", begun.step)
         self._agreed(what, lambda: self._commit(begun.step, begun.validation))
+        self.longest_save = max(self.longest_save, time.monotonic() - begun.began)
         log.info("checkpoint of step %d: %s", begun.step, self.folder.step(begun.step))
 
     def _agreed(self, what: str, act: Callable[[], T]) -> T:

@@ -21,6 +21,11 @@ class Resume(Enum):
     must = "must"
 
 
+class Placement(Enum):
+    refuse = "refuse"
+    warn = "warn"
+
+
 class Recompute(Enum):
     none = "none"
     full = "full"
@@ -109,6 +114,11 @@ class RunConfig:
     resume: Resume = Resume.auto
     """auto: continue from the newest committed checkpoint where there is one; never: refuse a folder with checkpoints;
     must: refuse without one."""
+    max_time: Optional[str] = None
+    """How long this job may run, set-up included, as D-HH:MM:SS, HH:MM:SS or a number of seconds (the scheduler's limit, say). It saves a
+    pair and ends with exit code 85, to be started again, while one more step and a save would not fit; absent: no limit."""
+    max_time_margin: float = 60.0
+    """Seconds that are kept of run.max_time at the least; more are, where the longest step and the longest save so far took more."""
 
 
 @dataclass
@@ -129,6 +139,13 @@ class ParallelConfig:
     should share its cores then, and launch/local/ppo.py divides them between all ranks of both."""
     timeout: float = 2400.0
     """Deadline of every collective, in seconds."""
+    placement: Placement = Placement.refuse
+    """Where ranks of a tensor-parallel group, or of a group that shares an engine, are on several nodes: refuse to start, or warn."""
+    probe: bool = True
+    """Measure latency and bandwidth of the tensor, pipeline and data groups and of the world at the start; takes less than a second
+    where the network is well, and a slow group is told."""
+    probe_mb: Optional[float] = None
+    """MB that the bandwidth is measured with; absent: 16 on a GPU, 1 on a CPU."""
 
 
 @dataclass

@@ -29,6 +29,11 @@ class ActorConfig:
     validation: g.ValidationConfig = _group(g.ValidationConfig)
     logging: g.LoggingConfig = _group(g.LoggingConfig)
 
+    @property
+    def engine_ranks(self) -> int:
+        """Consecutive ranks that share a rollout engine."""
+        return 1 if self.engine.kind is g.EngineKind.torch else self.engine.tensor or self.parallel.tensor
+
 
 @dataclass
 class CriticConfig:

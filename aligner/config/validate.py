@@ -20,10 +20,12 @@ from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
 from aligner.config.validate_rollout import rollout_problems
 from aligner.config.validate_scoring import budget_problems, critic_trust_problems, reward_problems, served_problems
 from aligner.config.validate_supervised import supervised_problems
+from aligner.runtime.time_limit import seconds_of
 
 POSITIVE = [
     "run.max_steps",
     "parallel.timeout",
+    "parallel.probe_mb",
     "model.num_layers",
     "optim.eps",
     "data.task_size",
@@ -87,6 +89,7 @@ POSITIVE = [
 
 NOT_NEGATIVE = [
     "run.seed",
+    "run.max_time_margin",
     "parallel.threads",
     "parallel.training_threads",
     "engine.threads",
@@ -187,6 +190,13 @@ def _run(run: Any) -> Iterator[str]:
         yield f"run.name is {len(os.fsencode(run.name))} bytes long, and a folder's name has {LONGEST_NAME} at most"
     if not run.dir or "\0" in run.dir:
         yield f"run.dir={run.dir!r} must be the path of a folder"
+    try:
+        limit = None if run.max_time is None else seconds_of(run.max_time)
+    except ValueError as error:
+        yield f"run.max_time={error}"
+    else:
+        if limit is not None and limit <= run.max_time_margin:
+            yield f"run.max_time={run.max_time} leaves nothing beside run.max_time_margin={run.max_time_margin:g} s: raise it"
 
 
 def degree_problems(parallel: ParallelConfig) -> list[str]:

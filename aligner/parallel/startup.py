@@ -15,7 +15,9 @@ from megatron.core import parallel_state, tensor_parallel
 
 from aligner.config.groups import ParallelConfig
 from aligner.parallel.device import BACKEND, DEVICE, ON_GPU, set_threads
+from aligner.parallel.environment import gloo_problem
 from aligner.parallel.topology import Topology, grid_problems
+from aligner.runtime.errors import ConfigError
 
 # Below the range that Linux hands out for outgoing connections (32768 and up), so that a port is seldom taken.
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -135,11 +137,13 @@ def start(parallel: ParallelConfig, seed: int) -> Topology:
     """Join the job and build the grid's groups, each with the deadline parallel.timeout; seed every generator; set the threads.
 
     In a process that has started already, the groups of the old grid are replaced. Raises ValueError for a grid that does not
-    fit the number of ranks, RuntimeError where the other ranks cannot be reached."""
+    fit the number of ranks or an interface that is not there, RuntimeError where the other ranks cannot be reached."""
     launch = detect_launch(os.environ)
     world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size
     if problems := grid_problems(parallel, world_size):
         raise ValueError("; ".join(problems))
+    if problem := gloo_problem(os.environ, [name for _, name in socket.if_nameindex()]):
+        raise ConfigError(f"{problem}: correct or unset it")
     set_threads(parallel.threads or default_threads(os.environ, launch, cores=len(os.sched_getaffinity(0))))
     if ON_GPU:
         torch.cuda.set_device(DEVICE)

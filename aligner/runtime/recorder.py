@@ -36,6 +36,7 @@ class Recorder:
             self._metrics = MetricsWriter(folder.path, config.logging, keep_through=resumed, config=settings)
             self._progress = Progress(total, done=resumed or 0)
         self._on_phase = on_phase
+        self.longest_step = 0.0  # seconds so far, without saving
         self.timers = Timers(*phases, on_phase=self._enter, synchronise=synchronise)
 
     def _enter(self, phase: str) -> None:
@@ -61,6 +62,7 @@ class Recorder:
 
         Raises FloatingPointError, on every rank alike, where a metric is not finite."""
         times = self.timers.finish_step()
+        self.longest_step = max(self.longest_step, times["time/step"] - times["time/checkpoint"])
         aside = times["time/validate"] + times["time/checkpoint"]
         working = times["time/step"] - (aside if step else 0.0)
         row = plain_row({**metrics, **times, "tokens_per_second": tokens / max(working, 1e-9)})

@@ -8,12 +8,14 @@ from aligner.runtime.exit_codes import ExitCode
 
 
 class StopSignals:
-    """Which stop was asked for. SIGTERM and SIGUSR1 (Slurm's warning before the limit) ask to save and requeue, SIGINT to end.
+    """Which stop was asked for. SIGTERM and SIGUSR1 (Slurm's warning before the limit) ask to save and requeue, as the end of
+    run.max_time does; SIGINT asks to end.
 
     A handler only sets an attribute: an Event's lock may be held by the very thread that the handler interrupts."""
 
     def __init__(self) -> None:
         self.received: Optional[signal.Signals] = None
+        self._asked = False
 
     @classmethod
     def install(cls) -> "StopSignals":
@@ -29,13 +31,17 @@ class StopSignals:
         if again:  # a second Ctrl-C does not wait for the step to end
             raise KeyboardInterrupt
 
+    def ask(self) -> None:
+        """Stop as SIGTERM asks to: run.max_time is nearly over."""
+        self._asked = True
+
     @property
     def stopping(self) -> bool:
-        return self.received is not None
+        return self.received is not None or self._asked
 
     @property
     def exit_code(self) -> ExitCode:
         """How a job that was asked to stop and has saved ends."""
-        if self.received is None:
+        if not self.stopping:
             return ExitCode.DONE
         return ExitCode.INTERRUPTED if self.received == signal.SIGINT else ExitCode.REQUEUE

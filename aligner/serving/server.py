@@ -9,8 +9,10 @@ from typing import Any, Callable, Mapping, Optional
 
 import torch.distributed as dist
 
-from aligner.config.groups import ServingConfig
+from aligner.config.groups import RunConfig, ServingConfig
+from aligner.runtime.signals import StopSignals
 from aligner.runtime.stacks import Stacks
+from aligner.runtime.time_limit import TimeLimit, asked_to_stop
 from aligner.serving import access
 from aligner.serving.backend import CriticBackend
 from aligner.serving.control import Control
@@ -45,6 +47,12 @@ class Place:
     @property
     def log_file(self) -> Path:
         return self.run_folder / "logs" / f"{self.name}_triton.log"
+
+
+def stop_asked(run: RunConfig, config: ServingConfig, stop: StopSignals) -> Callable[[], bool]:
+    """serve()'s should_stop of a job with run.max_time: it ends serving.drain_timeout earlier than it has to."""
+    limit = TimeLimit(run.max_time, margin=run.max_time_margin)
+    return asked_to_stop(limit, stop, lambda: run.max_time_margin + config.drain_timeout)
 
 
 def serve(

@@ -42,10 +42,9 @@ def _trtllm(
     config: ActorConfig, shape: ModelShape, topology: Topology, *, dtype: torch.dtype, pad_id: int
 ) -> TrtllmEngine:
     """Started by the first rank of each generation group."""
-    tensor = config.engine.tensor or config.parallel.tensor
     return TrtllmEngine(
         shape,
-        group=generation_group(topology, tensor, timeout=config.parallel.timeout),
+        group=generation_group(topology, config.engine_ranks, timeout=config.parallel.timeout),
         checkpoint=Path(config.model.checkpoint),
         build=EngineBuild(dtype=str(dtype).removeprefix("torch."), **_limits(config)),
         pad_id=pad_id,

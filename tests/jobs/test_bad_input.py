@@ -150,6 +150,23 @@ def test_a_tokenizer_that_differs_then_stops_and_continues(jobs: Launcher, tmp_p
     assert serving.leftovers() == []
 
 
+@pytest.mark.faults
+def test_run_max_time_ends_both_jobs_in_time_and_the_actor_continues(jobs: Launcher):
+    limit = ("run.max_time=0-00:00:25", "run.max_time_margin=10")
+    serving = jobs.critic("limited", *limit, "serving.drain_timeout=5")
+    first = jobs.alone("limited", "run.max_steps=100000", "validation.every=0", *limit)
+    assert first.wait(60) == [ExitCode.REQUEUE], first.tail()
+    run = jobs.run("limited")
+    assert run.pairs[-1] == f"step_{run.steps[-1]:06d}" and "run.max_time=0-00:00:25 is over in " in first.stderr
+    assert serving.wait(60) == [ExitCode.REQUEUE], serving.tail()
+    assert (
+        "run.max_time=0-00:00:25 is over in " in serving.stderr and "no actor is there to save a pair" in serving.stderr
+    )
+    last = run.steps[-1] + 2
+    jobs.alone("limited", f"run.max_steps={last}", "validation.every=0", *limit).finish()
+    assert run.steps == list(range(1, last + 1))
+
+
 def with_other_tokenizer(model: Path, folder: Path) -> Path:
     """The same weights with a tokenizer in which two tokens changed places."""
     shutil.copytree(model, folder)
