@@ -37,7 +37,8 @@ def main() -> int:
     job.record(**assemble.facts(policy, engine, critic, samples))
     parts = {"policy": policy, "engine": engine, "critic": critic, "reward": reward}
     trainer = assemble.build_trainer(config, job, **parts, samples=samples, resumed=resumed)
-    state = trainer.fit(resume_from=resumed, should_stop=assemble.stop_asked(config, stop, trainer))
+    should_stop = assemble.stop_asked(config.run, stop, trainer, steps=config.run.max_steps)
+    state = trainer.fit(resume_from=resumed, should_stop=should_stop)
     if not (complete := state.step >= config.run.max_steps):
         stop.ask()  # rank 0 alone looks at the clock
     assemble.finish(job, trainer, [critic, reward], complete=complete)

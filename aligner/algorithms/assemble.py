@@ -14,7 +14,7 @@ from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.ppo import PPOTrainer
 from aligner.algorithms.supervised import SupervisedTrainer
 from aligner.algorithms.validation import Validator
-from aligner.config.groups import Dtype, ModelConfig, RewardPlace
+from aligner.config.groups import Dtype, ModelConfig, RewardPlace, RunConfig
 from aligner.config.jobs import ActorConfig
 from aligner.config.load import to_dict, to_yaml
 from aligner.data.batch import Sample
@@ -268,11 +268,12 @@ def own_reward(config: ActorConfig, job: Job) -> Optional[RewardSource]:
     return build_reward(config.reward, job.tokenizer) if config.reward.place is RewardPlace.actor else None
 
 
-def stop_asked(config: ActorConfig, stop: StopSignals, trainer: PPOTrainer) -> Callable[[], bool]:
-    """To be asked on rank 0 between steps: whether a signal came, or run.max_time would not hold another step and a save."""
-    limit = TimeLimit(config.run.max_time, margin=config.run.max_time_margin)
+def stop_asked(run: RunConfig, stop: StopSignals, trainer: Any, *, steps: int) -> Callable[[], bool]:
+    """fit()'s should_stop, of PPO's trainer as of the supervised one: whether a signal came, or run.max_time would not hold another step
+    and a save. steps: of the whole run; after the last one there is nothing to stop for."""
+    limit = TimeLimit(run.max_time, margin=run.max_time_margin)
     asked = asked_to_stop(limit, stop, lambda: trainer.recorder.longest_step + trainer.checkpoints.longest_save)
-    return lambda: asked() if trainer.state.step < config.run.max_steps else stop.stopping
+    return lambda: asked() if trainer.state.step < steps else stop.stopping
 
 
 def already_complete(job: Job, steps: int) -> int:

@@ -95,7 +95,7 @@ def test_the_actor_keeps_its_longest_step_and_save_but_ends_a_last_step_in_order
     trainer = SimpleNamespace(state=SimpleNamespace(step=3), recorder=recorder, checkpoints=checkpoints)
     stop, age = StopSignals(), 39.0
     monkeypatch.setattr(assemble, "TimeLimit", partial(TimeLimit, age=lambda: age))
-    asked = assemble.stop_asked(config, stop, trainer)
+    asked = assemble.stop_asked(config.run, stop, trainer, steps=config.run.max_steps)
     assert not asked()
     age = 41.0
     trainer.state.step = 9
