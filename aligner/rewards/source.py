@@ -8,7 +8,7 @@ from aligner.config.reward import RewardConfig, RewardKind, VerifierConfig, part
 from aligner.config.validate_reward import parts_problems, verifier_problems
 from aligner.data.batch import Sample, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
-from aligner.data.prompts import SHOWN
+from aligner.data.jsonl import SHOWN
 from aligner.data.tasks import STOP_STRINGS
 from aligner.data.tokenizer import Tokenizer
 from aligner.rewards.pool import WorkerPool
