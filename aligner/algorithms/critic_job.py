@@ -51,6 +51,7 @@ class CriticJob:
         self.identity = identity
         self.step = 0
         self._saving: Optional[Saving] = None
+        self._saving_step = 0
         self._initial = (
             True  # whether the weights are those that the job began with; a step that failed half-way leaves others
         )
@@ -97,7 +98,8 @@ class CriticJob:
         if step != self.step:
             raise Refused(f"asked to save the critic of step {step}, but the last step applied is {self.step}")
         faults.reach("critic_save", step)
-        self._saving = self.critic.save(folder, extra={"step": self.step}, beside=beside)
+        self._saving = self.critic.save(folder, extra={"step": step}, beside=beside)
+        self._saving_step = step
         if beside:
             faults.reach("critic_copied", step)
         else:
@@ -108,7 +110,7 @@ class CriticJob:
         if not all(gather_objects(self._saving.ready, self.critic.topology.cpu_group)):
             return False
         self._saving.finish()
-        faults.reach("critic_saved", self.step)
+        faults.reach("critic_saved", self._saving_step)  # training may have gone on
         return True
 
     def commit(self, step: int) -> None:

@@ -188,8 +188,15 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     try:
         sys.exit(int(main() or 0))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(ExitCode.INTERRUPTED)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if was_interrupted(error):
+            print("interrupted", file=sys.stderr)
+            sys.exit(ExitCode.INTERRUPTED)
         sys.exit(report_error(error, rank=rank))
+
+
+def was_interrupted(error: Optional[BaseException]) -> bool:
+    """Whether Ctrl-C led to this error: libraries' clean-up may raise another in its place."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

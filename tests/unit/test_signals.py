@@ -92,7 +92,16 @@ def ended(tmp_path: Path, body: str, **environment: str) -> subprocess.Completed
     return run(MAIN.format(body=body), tmp_path, **environment)
 
 
-@pytest.mark.parametrize(("body", "code"), [("return None", 0), ("return 85", 85), ("raise KeyboardInterrupt", 130)])
+SPOILT = """
+    try:
+        raise KeyboardInterrupt
+    finally:
+        unbound  # what a library's clean-up may come to"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [("return None", 0), ("return 85", 85), ("raise KeyboardInterrupt", 130), (SPOILT, 130)]
+)
 def test_what_main_returns_is_the_exit_code(tmp_path, body, code):
     done = ended(tmp_path, body)
     assert done.returncode == code
