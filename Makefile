@@ -22,13 +22,14 @@ RANKS_tp3 := 3
 OVERRIDES_pp2 := parallel.pipeline=2
 OVERRIDES_tp3 := parallel.tensor=3
 
-.PHONY: help setup grid demo test test-functions test-jobs test-faults test-soak lint docs clean
+.PHONY: help setup grid demo test test-functions test-jobs test-cluster test-faults test-soak test-slurm lint docs clean
 
 help:
 	@echo "make demo [GRID=pp2|one|dp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
 	@echo "make test                         run the tests"
 	@echo "make test-faults                  run the longer ones of whole jobs: more grids, more faults"
 	@echo "make test-soak                    64 clients at one critic job for eight minutes: latency and memory"
+	@echo "make test-slurm                   whole runs on a real Slurm that the tests bring up: limits, preemption, lost nodes"
 	@echo "make lint | docs | clean"
 
 setup: $(READY)
@@ -55,11 +56,11 @@ demo: grid $(READY) $(MODEL)/model_config.yaml
 		--actor-ranks $(RANKS_$(GRID)) --critic-log runs/$(RUN)/logs/critic.out \
 		--actor $(OVERRIDES_$(GRID)) $(ACTOR_ARGS) --critic $(CRITIC_ARGS) --both run.name=$(RUN) $(DEMO_ARGS)
 
-# Two halves at once, as tests of jobs mostly wait. The last check is of the settings that both have read.
+# Three parts at once, as tests of jobs and of a cluster mostly wait. The last check is of the settings that they have read.
 test: $(READY)
 	@cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 	@export ALIGNER_CONFIG_READS=$$(mktemp); trap 'rm -f "$$ALIGNER_CONFIG_READS"' EXIT; \
-	$(MAKE) --no-print-directory -f $(ROOT)/Makefile -j2 -Otarget test-functions test-jobs \
+	$(MAKE) --no-print-directory -f $(ROOT)/Makefile -j3 -Otarget test-functions test-jobs test-cluster \
 	&& cd $(ROOT) && ALIGNER_SUITE_PASSED=1 $(PY) -m pytest -q tests/unit/test_config_reads.py
 
 test-functions: $(READY)
@@ -68,11 +69,17 @@ test-functions: $(READY)
 test-jobs: $(READY)
 	@cd $(ROOT) && $(PY) -m pytest -q tests/jobs
 
+test-cluster: $(READY)
+	@cd $(ROOT) && $(PY) -m pytest -q tests/slurm
+
 test-faults: $(READY)
 	cd $(ROOT) && $(PY) -m pytest -q -m faults tests/jobs
 
 test-soak: $(READY)
 	cd $(ROOT) && $(PY) -m pytest -q -s -m soak tests/jobs
+
+test-slurm: $(READY)
+	cd $(ROOT) && $(PY) -m pytest -q -m "slurm or not slurm" tests/slurm
 
 lint: $(READY)
 	cd $(ROOT) && $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -19,6 +19,7 @@ def main() -> int:
     from aligner.algorithms.assemble import newest_pair, start_job, with_saved_dtype
     from aligner.algorithms.critic_job import build_critic_job
     from aligner.parallel.startup import shutdown
+    from aligner.serving.ending import TOLD
     from aligner.serving.server import Place, serve, stop_asked
 
     job = start_job(config, "critic")
@@ -38,7 +39,7 @@ def main() -> int:
     log.info("the critic job ends: %s", reason)
     backend.close()
     shutdown()
-    return stop.exit_code
+    return 0 if reason == TOLD else stop.exit_code
 
 
 if __name__ == "__main__":

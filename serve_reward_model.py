@@ -21,6 +21,7 @@ def main() -> int:
     from aligner.algorithms.assemble import start_job
     from aligner.algorithms.reward_job import build_reward_job
     from aligner.parallel.startup import shutdown
+    from aligner.serving.ending import TOLD
     from aligner.serving.server import Place, serve, stop_asked
 
     job = start_job(config, "reward")
@@ -40,7 +41,7 @@ def main() -> int:
     log.info("the reward job ends: %s", reason)
     backend.close()
     shutdown()
-    return stop.exit_code
+    return 0 if reason == TOLD else stop.exit_code
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def main() -> int:
     for part in filter(None, (critic, reward, engine)):
         part.close()
     shutdown()
-    return stop.exit_code
+    return 0 if complete else stop.exit_code
 
 
 def connect_reward(config, job):

@@ -394,7 +394,7 @@ class CriticTrainConfig:
 @dataclass
 class ServingConfig:
     bind: str = "auto"
-    """Address to bind: auto (loopback outside Slurm, the node's address in a Slurm step) or an address."""
+    """What to bind: auto (loopback outside Slurm, the node's address in a Slurm step), an address, or a network interface (ib0)."""
     port: int = 0
     """HTTP port; 0 takes a free one and writes it to the endpoint file."""
     advertise_host: Optional[str] = None

@@ -15,6 +15,7 @@ from aligner.runtime.exit_codes import ExitCode
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PATIENCE = 2.0  # seconds
+EXIT_FILE = "ALIGNER_EXIT_FILE"  # an environment variable
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # torch's zip writer reports a full disk as a RuntimeError without an errno: "pytorchstreamwriter failed", "unexpected pos 704 vs 598"
 DISK_TEXTS = (
@@ -187,12 +188,26 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
     """Run an entry script's main and exit: with what it returns (None is 0), or as the error that ended it demands."""
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     try:
-        sys.exit(int(main() or 0))
+        code = int(main() or 0)
     except (Exception, KeyboardInterrupt) as error:
         if was_interrupted(error):
             print("interrupted", file=sys.stderr)
-            sys.exit(ExitCode.INTERRUPTED)
-        sys.exit(report_error(error, rank=rank))
+            code = ExitCode.INTERRUPTED
+        else:
+            code = report_error(error, rank=rank)
+    sys.exit(_told(code, rank))
+
+
+def _told(code: int, rank: int) -> int:
+    """Rank 0 tells how the job ended, in the file that a launcher has named (EXIT_FILE): srun's own exit code is the highest of all ranks.
+
+    Ranks that stopped with it end with 0: srun --kill-on-bad-exit would kill rank 0, which still closes what the job has open."""
+    if rank:
+        return ExitCode.DONE if code in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) else code
+    if file := os.environ.get(EXIT_FILE):
+        with contextlib.suppress(OSError):
+            Path(file).write_text(f"{int(code)}\n")
+    return code
 
 
 def was_interrupted(error: Optional[BaseException]) -> bool:

@@ -13,5 +13,5 @@ def reach(point: str, step: int) -> None:
     if wanted is None:
         return
     place, _, rank = wanted.removeprefix("pause ").partition("@")
-    if place == f"{point}:{step}" and rank in ("", os.environ.get("RANK", "0")):
+    if place == f"{point}:{step}" and rank in ("", os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")):
         os.kill(os.getpid(), signal.SIGSTOP if wanted.startswith("pause ") else signal.SIGKILL)

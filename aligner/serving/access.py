@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Any, Mapping, Optional
 
+import psutil
+
 GATE_HEADER = "triton-access-token"  # Triton compares it before it reads the body
 TOKEN_HEADER = "aligner-token"  # compared in our process
 
@@ -22,6 +24,9 @@ def resolve_bind(bind: str, environ: Mapping[str, str]) -> str:
     """The address of serving.bind. auto: loopback, or in a Slurm step this node's own address. Raises ValueError."""
     if bind == "auto":
         return node_address() if "SLURM_STEP_ID" in environ else "127.0.0.1"
+    for address in psutil.net_if_addrs().get(bind, []):  # a network interface
+        if address.family == socket.AF_INET:
+            return address.address
     try:
         address = socket.gethostbyname(bind)
         with socket.socket() as probe:
@@ -29,7 +34,7 @@ def resolve_bind(bind: str, environ: Mapping[str, str]) -> str:
         return address
     except OSError as error:
         raise ValueError(
-            f"serving.bind={bind} is no address of this host ({error}); use auto or an IPv4 address"
+            f"serving.bind={bind} is no address of this host ({error}); use auto, an IPv4 address or a network interface"
         ) from None
 
 

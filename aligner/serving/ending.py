@@ -12,6 +12,8 @@ from aligner.serving.triton_server import TritonServer
 
 log = logging.getLogger(__name__)
 
+TOLD = "the actor job told it to stop"
+
 
 class Ending:
     """Asked between calls: the reason to end, or None. Raises JobFailed where Triton died."""
@@ -34,7 +36,7 @@ class Ending:
     def __call__(self) -> Optional[str]:
         now = time.monotonic()
         if self._control.stop_requested:
-            return "the actor job told it to stop"
+            return TOLD
         if self._should_stop() and (reason := self._drain(now)):
             return f"it was told to stop by a signal; {reason}"
         if now - max(self._reception.last_spoken, self._loop.last_call) > self._config.idle_timeout:

@@ -105,6 +105,7 @@ def test_binds(monkeypatch):
     assert access.resolve_bind("auto", {}) == "127.0.0.1"
     assert access.resolve_bind("auto", {"SLURM_JOB_ID": "1"}) == "127.0.0.1"  # a batch script outside a step
     assert access.resolve_bind("localhost", {}) == "127.0.0.1"
+    assert access.resolve_bind("lo", {"SLURM_STEP_ID": "0"}) == "127.0.0.1"  # a network interface
     monkeypatch.setattr(access, "node_address", lambda: "10.0.0.7")
     assert access.resolve_bind("auto", {"SLURM_STEP_ID": "0"}) == "10.0.0.7"
     assert access.is_loopback("127.0.0.2") and not access.is_loopback("0.0.0.0")

@@ -109,6 +109,18 @@ def test_what_main_returns_is_the_exit_code(tmp_path, body, code):
 
 
 @pytest.mark.parametrize(
+    ("body", "code"), [("return 0", 0), ("return 85", 85), ("raise ContractError('x')", 3), ("{}['absent']", 1)]
+)
+def test_rank_0_tells_a_launcher_how_the_job_ended(tmp_path, body, code):
+    """In a file: of several ranks, srun tells the highest exit code. The others say nothing, and stop without ending rank 0 with them."""
+    file = tmp_path / "code"
+    assert ended(tmp_path, body, ALIGNER_EXIT_FILE=str(file), SLURM_PROCID="1").returncode == code % 85
+    assert not file.exists()
+    assert ended(tmp_path, body, ALIGNER_EXIT_FILE=str(file), SLURM_PROCID="0").returncode == code
+    assert file.read_text() == f"{code}\n"
+
+
+@pytest.mark.parametrize(
     ("raised", "code"),
     [
         ("ConfigError('a.b must be positive')", 2),

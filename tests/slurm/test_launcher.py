@@ -1,0 +1,169 @@
+"""launch/slurm on a real Slurm, with ranks that stand_in.py plays: how words arrive, and what follows from how a job ends."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests.jobs.harness import REPO
+from tests.slurm.harness import Submitter, shellcheck, until
+
+FILES = sorted((REPO / "launch" / "slurm").iterdir())
+AWKWARD = (
+    "c='two words'",
+    'data.system="He said: \\"no\\""',
+    "data.template='{prompt} $HOME `id` \\'s'",
+    "list=[a,b]",
+    "~gone",
+    "+new={x: 1, y: [2]}",
+    "back=\\",
+    "glob=*",
+    "",
+    "line=\nbreak",
+)
+
+
+@pytest.fixture
+def submitter(cluster, tmp_path) -> Submitter:
+    return Submitter(cluster, tmp_path)
+
+
+def test_the_scripts_are_clean():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck: apt-get install -y --no-install-recommends shellcheck")
+    assert shellcheck(*FILES) == ""
+
+
+def test_overrides_arrive_whole(submitter, cluster):
+    """In all four kinds of jobs, and in each part of a heterogeneous one; the ranks see their own world and their own node."""
+    sections = ("--both", *AWKWARD, "--actor", "only=actor", "--critic", "only=critic")
+    apart = submitter.played("submit_ppo.sh", "apart", "--actor-nodes", "2", "--critic-tasks-per-node", "2", *sections)
+    more = ("--reward-nodes", "1", "--together", "--actor-config", "mine", "--gpus-per-node", "2")
+    together = submitter.played("submit_ppo.sh", "together", *more, *sections, "--reward", "only=reward")
+    single = submitter.played("submit_job.sh", "single", "--tasks-per-node", "2", "train_ppo_actor.py", *AWKWARD)
+    for submitted in (apart, together, single):
+        submitted.end()
+        place = [f"run.name={submitted.run.path.name}", f"run.dir='{submitter.runs}'"]
+        for start in submitted.starts:
+            assert start["folder"] == str(REPO) or start["folder"].startswith("/"), start
+            words = [
+                w for w in start["words"] if not w.startswith(("only=", "serving.drain_timeout=", "reward.place="))
+            ]
+            if submitted is together and start["script"] == "train_ppo_actor":
+                assert words[:2] == ["--config-name", "mine"]
+                words = words[2:]
+            assert words == [*place, *AWKWARD], start
+    worlds = {(s["script"], s["rank"], s["ranks"]) for s in apart.starts}
+    actor, critic, reward = "train_ppo_actor", "serve_ppo_critic", "serve_reward_model"
+    assert worlds == {(actor, 0, 2), (actor, 1, 2), (critic, 0, 2), (critic, 1, 2)}
+    assert len({s["host"] for s in apart.starts if s["script"] == actor}) == 2
+    assert {(s["script"], s["rank"], s["ranks"]) for s in together.starts} == {
+        (name, rank, 2) for name in (actor, critic, reward) for rank in (0, 1)
+    }
+    assert all(f"only={s['script'].split('_')[-1]}" in s["words"] for s in apart.starts)
+    assert [s["ranks"] for s in single.starts] == [2, 2]
+
+
+def test_signals_requeue_and_chains(submitter, cluster):
+    """At once, as each of them mostly waits."""
+    both = submitter.played("submit_ppo.sh", "limit", "--actor", "play=saves,0", "--critic", "play=serve,serve")
+    died = submitter.played(
+        "submit_job.sh",
+        "died",
+        "train_sft.py" if (REPO / "train_sft.py").exists() else "train_ppo_actor.py",
+        "play=killed,1,0",
+    )
+    refused = submitter.played("submit_ppo.sh", "refused", "--actor", "play=2", "--critic", "play=serve")
+    chain = submitter.played(
+        "submit_ppo.sh", "chain", "--chain", "4", "--actor", "play=saves,0", "--critic", "play=serve,serve"
+    )
+    stalls = submitter.played("submit_job.sh", "stalls", "train_ppo_actor.py", "play=85", ALIGNER_STALLS="1")
+
+    both.until(lambda: len(both.starts) == 2)
+    both.signal("critic", "USR1"), both.signal("actor", "USR1")
+    chain.until(lambda: len(chain.starts) == 2)
+    chain.signal("actor", "USR1"), chain.signal("critic", "USR1")
+
+    # A job that died is started again where it is; one that was refused is not, and its critic ends with it.
+    died.end()
+    assert died.started(died.starts[0]["script"]) == 3 and "exit code 137" in died.log("job")
+    refused.end(actor="FAILED")
+    assert refused.started("train_ppo_actor") == 1 and cluster.job(refused.jobs["actor"])["ExitCode"] == "2:0"
+    assert f"job {refused.jobs['actor']} of this run has ended for good" in refused.log("critic")
+
+    both.end()
+    assert both.started("train_ppo_actor") == 2 and both.started("serve_ppo_critic") == 2
+    assert cluster.job(both.jobs["actor"])["Restarts"] == cluster.job(both.jobs["critic"])["Restarts"] == "1"
+    assert "requeueing this job (newest checkpoint: step_000001)" in both.log("actor")
+
+    # The second link completes the run, the other two never start.
+    chain.until(lambda: [cluster.states()[job] for job in chain.every[4:]] == ["CANCELLED"] * 4)
+    assert [cluster.states()[job] for job in chain.every[:2]] == ["FAILED"] * 2  # 85, without a requeue
+    chain.until(lambda: [cluster.states()[job] for job in chain.every[2:4]] == ["COMPLETED"] * 2)
+    assert chain.started("train_ppo_actor") == 2 and cluster.job(chain.every[0])["Restarts"] == "0"
+
+    stalls.end(job="FAILED")
+    assert "error: requeued 1 times without a new checkpoint (newest: none)" in stalls.log("job")
+    assert stalls.started("train_ppo_actor") == 2
+
+
+def test_cancelled_ended_and_gone(submitter, cluster):
+    serve = ("--actor", "play=serve", "--critic", "play=serve")
+    actor, critic, stopped = (
+        submitter.played("submit_ppo.sh", name, *serve) for name in ("actor", "critic", "stopped")
+    )
+    dead = submitter.played("submit_ppo.sh", "dead", "--actor", "play=serve", "--critic", "play=2")
+    dead.end(critic="FAILED", actor="FAILED")
+    assert dead.started("train_ppo_actor") <= 1 and cluster.job(dead.jobs["actor"])["ExitCode"] == "3:0"
+    sentence = f"error: job {dead.jobs['critic']}, which this one needs, has ended"
+    assert sentence in dead.log("actor")
+
+    for submitted in (actor, critic, stopped):
+        submitted.until(lambda submitted=submitted: len(submitted.starts) == 2)
+    actor.cancel("actor")
+    critic.cancel("critic")
+    stopped.signal("actor", "INT")
+    actor.end(actor="CANCELLED")  # and not requeued, though its ranks ended with 85
+    critic.end(critic="CANCELLED", actor="FAILED")
+    assert "which this one needs, has ended: submit both again" in critic.log("actor")
+    stopped.end()
+    assert "requeueing" not in stopped.log("actor") + stopped.log("critic")
+    assert all(submitted.started("train_ppo_actor") == 1 for submitted in (actor, critic, stopped))
+
+
+def test_nodes_are_given_back_while_the_other_job_waits(submitter, cluster):
+    """The actor ends for want of its critic, which has no nodes: it lets its own go, and both go on when there are some."""
+    nodes = ("--critic-sbatch-arg=-wnode1", "--critic-sbatch-arg=--exclusive", "--actor-sbatch-arg=-wnode2")
+    submitted = submitter.played("submit_ppo.sh", "waits", *nodes, "--actor", "play=serve,0", "--critic", "play=serve")
+    submitted.until(lambda: len(submitted.starts) == 2)
+    taken = cluster.run(
+        "sbatch", "--parsable", "-phigh", "-wnode1", "--exclusive", "-o/dev/null", "--wrap=sleep 600"
+    ).strip()
+    submitted.until_state("critic", "PENDING")
+    rank = next(start["pid"] for start in submitted.starts if start["script"] == "train_ppo_actor")
+    subprocess.run(["kill", "-KILL", str(rank)], check=True)
+    submitted.until_state("actor", "PENDING")
+    assert cluster.job(submitted.jobs["actor"])["Priority"] == "0"  # held
+    cluster.run("scancel", taken)
+    submitted.end()
+    assert f"job {submitted.jobs['actor']} is released: it waited for this one" in submitted.log("critic")
+
+
+def test_a_half_that_is_refused_leaves_nothing(submitter, cluster):
+    how = ("--no-check", "--python", str(submitter.stand_in()), "--name", "half", "--runs", str(submitter.runs))
+    words = [str(REPO / "launch/slurm/submit_ppo.sh"), *how, "--actor-partition", "none", "--critic", "play=serve"]
+    done = subprocess.run(words, env=cluster.environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "sbatch refused a job" in done.stderr
+    job = max(cluster.states())
+    until(lambda: cluster.states()[job] == "CANCELLED")
+
+
+@pytest.mark.slurm
+def test_a_real_time_limit(submitter, cluster):
+    """Slurm counts in minutes, and sends the signal up to one early."""
+    submitted = submitter.played(
+        *("submit_job.sh", "minutes", "--time", "2", "--signal-before", "40"), "train_ppo_actor.py", "play=saves,0"
+    )
+    submitted.end()
+    assert submitted.started("train_ppo_actor") == 2 and cluster.job(submitted.jobs["job"])["Restarts"] == "1"
+    assert "told to stop (limit)" in submitted.log("job")
