@@ -159,6 +159,7 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
         value_clip=settings.value_clip,
         head_lr_multiplier=settings.head_lr_multiplier,
         normalisation_rate=None if plain else settings.value_normalisation_rate,
+        fresh_head=settings.fresh_head,
     )
     reward_model = build_reward_model(config, job) if scores else None
     positions = [model.shape.max_position_embeddings for model in (critic, reward_model) if model is not None]
@@ -191,7 +192,7 @@ def build_reward_model(config: CriticConfig | RewardServerConfig, job: Job) -> O
         return None
     model = replace(config.model, checkpoint=reward.checkpoint, num_layers=None)
     cut = {"micro_batch_size": reward.micro_batch_size, "micro_batch_tokens": reward.micro_batch_tokens}
-    return RewardModel(model, job.topology, **cut)
+    return RewardModel(model, job.topology, standardise=reward.standardise, **cut)
 
 
 def actor_contract(config: ActorConfig, job: Job) -> dict[str, Any]:
@@ -230,8 +231,13 @@ def served_contract(config: Any, job: Job, *, scores: bool, max_length: int) -> 
 
 
 def model_scores(model: Optional[RewardModel], rows: CriticRows) -> Optional[list[Score]]:
-    """One a row; None where no model scores. Collective."""
-    return None if model is None else [Score(float(s)) for s in model.scores(rows.tokens, rows.lengths)]
+    """One a row, with the attributes that it is made of where there are several; None where no model scores. Collective."""
+    if model is None:
+        return None
+    outputs = model.outputs(rows.tokens, rows.lengths)
+    names = model.shape.reward.attributes if model.shape.outputs > 1 else ()
+    parts = [dict(zip(names, row)) for row in outputs.tolist()]
+    return [Score(value, part) for value, part in zip(model.score(outputs).tolist(), parts, strict=True)]
 
 
 def score_rows(rows: CriticRows) -> list[ScoreRow]:

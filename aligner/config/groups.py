@@ -389,6 +389,9 @@ class CriticTrainConfig:
     """Weight of a step's returns in the moving average of their mean and square."""
     head_lr_multiplier: float = 1.0
     """Learning rate of the value head over that of the backbone."""
+    fresh_head: bool = False
+    """Start with a value head of zeros even where model.checkpoint, a reward model or a critic, has a head; false: it is carried over,
+    and of several attributes what they add up to."""
 
 
 @dataclass

@@ -95,7 +95,9 @@ class RewardConfig(VerifierConfig):
     endpoint: Optional[str] = None
     """For place server: host:port of the reward job; absent: read from the run's endpoints/reward.json."""
     checkpoint: Optional[str] = None
-    """Folder of a converted reward model, for kind model."""
+    """Folder of a reward model, converted or trained here, for kind model."""
+    standardise: bool = False
+    """For kind model: scores less their mean over their deviation, as train_reward_model.py measured them on held-out responses."""
     micro_batch_size: int = 4
     """Rows a forward pass of the reward model on one data-parallel rank."""
     micro_batch_tokens: Optional[int] = None

@@ -15,6 +15,8 @@ def reward_problems(reward: Any) -> Iterator[str]:
     yield from _http(reward)
     if reward.kind is RewardKind.model and reward.checkpoint is None:
         yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
+    if reward.kind is not RewardKind.model and reward.standardise:
+        yield f"reward.standardise=true needs reward.kind=model, and it is {reward.kind.name}"
     if reward.kind is not RewardKind.model and reward.checkpoint is not None:
         yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model, and it is {reward.kind.name}"
 

@@ -75,7 +75,8 @@ def _head(
     place = {"sequence_parallel": topology.sequence, "tensor_group": topology.tensor_group}
     if head == "lm":
         return ResponseOutput(model.output_layer.weight, **place)
-    return ValueHead(shape.hidden_size, dtype=config.params_dtype, device=DEVICE, biased=head_bias, **place)
+    how = {"dtype": config.params_dtype, "device": DEVICE, "outputs": shape.outputs, "biased": head_bias}
+    return ValueHead(shape.hidden_size, **how, **place)
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:

@@ -1,11 +1,12 @@
 """Weight checkpoints: torch_dist files under NeMo's names (prefix `model.`, Transformer Engine's layer names), from and to any layout."""
 
+import contextlib
 import copy
 import logging
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -108,32 +109,64 @@ def _prepare(shape: ModelShape, folder: Path, tokenizer_from: Optional[Path | st
     return None
 
 
-def load_weights(chunks: list[torch.nn.Module], shape: ModelShape, topology: Topology, folder: Path | str) -> None:
+def load_weights(
+    chunks: list[torch.nn.Module],
+    shape: ModelShape,
+    topology: Topology,
+    folder: Path | str,
+    *,
+    fresh_head: bool = False,
+) -> None:
     """Fill the chunks from a folder or .nemo archive that any layout wrote, whatever its dtype. Collective.
 
     `shape` may have fewer layers than the checkpoint (its first ones are taken) and another head: a value or score head that is not
-    there starts at zero. An optimizer made before must be told (reload_model_params). Raises ValueError, on every rank, for a
-    checkpoint that is missing, of another architecture, or with missing or unknown tensors."""
+    there, or is not wanted (fresh_head), starts at zero; one output of a head of several is what they add up to. An optimizer made
+    before must be told (reload_model_params). Raises ValueError, on every rank, for a checkpoint that is missing, of another
+    architecture, or with missing or unknown tensors."""
     folder = Path(folder)
     found = checkpoint_shape(folder)
     _refuse_other_architecture(folder, found, shape)
+    if not fresh_head and found.head != "lm" and shape.head != "lm" and shape.outputs not in (1, found.outputs):
+        raise ValueError(
+            f"{folder} has a head of {found.outputs} outputs, and {shape.outputs} are wanted: start with a fresh head"
+        )
     with opened(folder, topology) as unpacked:
         on_disk = _tensors_on_disk(unpacked / WEIGHTS, folder)
         per_layer = any(map(_LAYER_KEY.match, on_disk))
-        weights = sharded_weights(chunks, topology, per_layer=per_layer)
-        _refuse_other_tensors(folder, {t.key for t in _flat(weights)}, on_disk, topology)
-        _drop_absent_head(weights, on_disk, chunks, folder)
-        if not per_layer and found.num_layers != shape.num_layers:
-            _within(weights, found.num_layers, topology)
-        # Not all of the checkpoint need be read (fewer layers, another head), which the check of its coverage would refuse.
-        loaded = read_sharded(weights, unpacked / WEIGHTS, validate_access_integrity=False)
-    for i, model in enumerate(map(unwrap, chunks)):
-        model.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=False)
+        with _wide_head(chunks, found, shape, fresh_head):
+            weights = sharded_weights(chunks, topology, per_layer=per_layer)
+            _refuse_other_tensors(folder, {t.key for t in _flat(weights)}, on_disk, topology)
+            _drop_head(weights, _VALUE_HEAD if fresh_head else _VALUE_HEAD - set(on_disk), chunks, folder)
+            if not per_layer and found.num_layers != shape.num_layers:
+                _within(weights, found.num_layers, topology)
+            # Not all of the checkpoint need be read (fewer layers, another head), which the check of its coverage would refuse.
+            loaded = read_sharded(weights, unpacked / WEIGHTS, validate_access_integrity=False)
+            for i, model in enumerate(map(unwrap, chunks)):
+                model.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=False)
+
+
+@contextlib.contextmanager
+def _wide_head(chunks: list[torch.nn.Module], found: ModelShape, wanted: ModelShape, fresh: bool) -> Iterator[None]:
+    """While a head of several outputs is read for a model that has one: a weight of their number in its place, added up at the end."""
+    last = unwrap(chunks[-1])
+    adds_up = wanted.head != "lm" and wanted.outputs == 1 < found.outputs
+    if fresh or not adds_up or not last.post_process:
+        yield
+        return
+    head = last.output_layer
+    narrow, size = head.weight, (found.outputs, wanted.hidden_size)
+    head.weight = torch.nn.Parameter(narrow.new_zeros(size), requires_grad=False)
+    try:
+        yield
+        with torch.no_grad():
+            narrow.copy_(found.reward.merged(head.weight.float().T)[None])
+    finally:
+        head.weight = narrow
 
 
 def _refuse_other_architecture(folder: Path, found: ModelShape, wanted: ModelShape) -> None:
     theirs, ours = asdict(found), asdict(wanted)
-    differ = [k for k in ours if k not in ("head", "num_layers") and theirs[k] != ours[k]]
+    differ = [k for k in ours if k not in ("head", "num_layers", "reward") and theirs[k] != ours[k]]
     if found.num_layers < wanted.num_layers:
         differ.append("num_layers")
     if differ:
@@ -165,14 +198,14 @@ def _refuse_other_tensors(folder: Path, here: set[str], on_disk: dict[str, Any],
         )
 
 
-def _drop_absent_head(
-    weights: dict[str, Any], on_disk: dict[str, Any], chunks: list[torch.nn.Module], folder: Path
-) -> None:
-    absent = _VALUE_HEAD - set(on_disk)
+def _drop_head(weights: dict[str, Any], absent: set[str], chunks: list[torch.nn.Module], folder: Path) -> None:
+    """absent: keys of a value or score head that are not there, or not wanted."""
     for state in [weights] if len(chunks) == 1 else weights.values():
         for name in [name for name, tensor in state.items() if tensor.key in absent]:
             state.pop(name).data.detach().zero_()
-            logger.info("%s has no %s of a value or score head: it starts at zero", folder, name.rpartition(".")[2])
+            logger.info(
+                "no %s of a value or score head is taken from %s: it starts at zero", name.rpartition(".")[2], folder
+            )
 
 
 def _within(weights: dict[str, Any], layers: int, topology: Topology) -> None:

@@ -54,8 +54,10 @@ class CriticModel:
         value_clip: Optional[float] = 0.2,
         head_lr_multiplier: float = 1.0,
         normalisation_rate: Optional[float] = None,
+        fresh_head: bool = False,
     ) -> None:
-        """Backbone from model.checkpoint; a head that it lacks starts at zero. value_clip None: a plain squared error.
+        """Backbone from model.checkpoint, and a value or score head where it has one: fresh_head, or one that it lacks, starts at zero.
+        value_clip None: a plain squared error.
 
         normalisation_rate: of the average of the returns' moments by which they are normalised (PopArt; value_clip is then in
         normalised units); None: they are not."""
@@ -71,6 +73,7 @@ class CriticModel:
             micro_batch_tokens=micro_batch_tokens,
             head_lr_multiplier=head_lr_multiplier,
             head_bias=self.normalises,
+            fresh_head=fresh_head,
         )
 
     @property
@@ -180,11 +183,12 @@ def _before_each_token(output: Tensor) -> Tensor:
 
 
 def last_token(micro: MicroBatch, output: Tensor) -> Tensor:
-    """[m, W, 1] of the head -> [m]: what it says at the last token of each row."""
-    return output[:, :, 0].gather(1, (micro.lengths - 1)[:, None])[:, 0]
+    """[m, W, A] of the head -> [m, A]: what it says at the last token of each row."""
+    rows = torch.arange(len(output), device=output.device)
+    return output[rows, micro.lengths - 1]
 
 
 def _read_values(scale: ValueScale, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:
     at, output = micro.positions, scale.denormalised(output)
     values = torch.where(at < micro.lengths[:, None], _before_each_token(output), 0.0)
-    return values, last_token(micro, output)
+    return values, last_token(micro, output)[:, 0]

@@ -68,7 +68,7 @@ class ResponseOutput(torch.nn.Module):
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token, in float32: hidden -> 1, zero at first, a whole copy on every tensor-parallel rank.
+    """Numbers of a token, in float32: hidden -> outputs (1 of a critic), zero at first, a whole copy on every tensor-parallel rank.
 
     A score head is the same module, read at the last token. biased: values that are normalised need a bias (ops/value_scale.py)."""
 
@@ -80,10 +80,11 @@ class ValueHead(torch.nn.Module):
         device: torch.device,
         sequence_parallel: bool,
         tensor_group: ProcessGroup,
+        outputs: int = 1,
         biased: bool = False,
     ):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.weight = torch.nn.Parameter(torch.zeros(outputs, hidden_size, dtype=dtype, device=device))
         bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) if biased else None
         self.register_parameter("bias", bias)
         for parameter in self.parameters():
@@ -92,7 +93,7 @@ class ValueHead(torch.nn.Module):
         self.tensor_group = tensor_group
 
     def forward(self, hidden: Tensor, weight=None, runtime_gather_output=None) -> tuple[Tensor, None]:
-        """hidden [S, B, H] -> [S, B, 1] float32, of all S positions with sequence parallelism too."""
+        """hidden [S, B, H] -> [S, B, outputs] float32, of all S positions with sequence parallelism too."""
         values = F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(

@@ -140,9 +140,15 @@ def config_of(shape: ModelShape, *, dtype: str, special: Mapping[str, Any]) -> d
         "tie_word_embeddings": shape.tied,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **({} if shape.head == "lm" else {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}),
+        **({} if shape.head == "lm" else _labels(shape)),
         **special,
     }
+
+
+def _labels(shape: ModelShape) -> dict[str, Any]:
+    """One a number that the head gives: LABEL_0, or the attribute's name where there are several."""
+    names = ("LABEL_0",) if shape.outputs == 1 else shape.reward.attributes
+    return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
 def _gpt2_fields(shape: ModelShape) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def hf_shape(name: str, shape: ModelShape) -> tuple[int, ...]:
     local = name[layer.end() :] if layer and int(layer[1]) < shape.num_layers else name
     inside, outside = _gpt2_shapes(shape) if shape.gpt2_style else _llama_shapes(shape)
     if shape.head != "lm":
-        outside[_HEAD_NAME[shape.head]] = (1, shape.hidden_size)
+        outside[_HEAD_NAME[shape.head]] = (shape.outputs, shape.hidden_size)
     elif not shape.tied:
         outside[_HEAD_NAME["lm"]] = (shape.vocab_size, shape.hidden_size)
     known = inside if local is not name else outside

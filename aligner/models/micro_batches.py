@@ -4,7 +4,7 @@ Legend: B rows of the global batch (replicated on the CPU of every rank), S its 
 
 import math
 from dataclasses import dataclass, field
-from typing import Mapping, Sequence
+from typing import Callable, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -29,12 +29,12 @@ class Plan:
 class MicroBatch:
     """m rows, of which the first len(rows) are real and the rest are wholly masked padding.
 
-    lengths is 1 and every mask and field is 0 (False) in padding rows."""
+    lengths is 1 and every mask and field is 0 (False) in padding rows. A field has a value a token, or one a row."""
 
     rows: Tensor  # [<= m] int64, indices into the global batch, on the CPU
     tokens: Tensor  # [m, W] int64
     lengths: Tensor  # [m] int64
-    fields: dict[str, Tensor] = field(default_factory=dict)  # [m, W] each
+    fields: dict[str, Tensor] = field(default_factory=dict)  # [m, W] or [m] each
 
     @property
     def positions(self) -> Tensor:
@@ -73,22 +73,62 @@ def plan_by_tokens(
     """The same by a budget: rows are put together, long ones first, while rows times width stays within micro_batch_tokens.
 
     multiple: what widths are rounded up to. A row that exceeds the budget goes alone. All ranks have as many as the one with most."""
-    if micro_batch_tokens < 1:
-        raise ValueError(f"micro_batch_tokens must be at least 1, is {micro_batch_tokens}")
-    cuts = [_packed(lengths, rows, micro_batch_tokens, multiple) for rows in parts]
+    units = [[[row] for row in rows] for rows in parts]
+    return plan_units(lengths, units, part, micro_batch_tokens=micro_batch_tokens, multiple=multiple)
+
+
+def plan_units(
+    lengths: Sequence[int],
+    parts: Sequence[Sequence[Sequence[int]]],
+    part: int,
+    *,
+    micro_batch_size: Optional[int] = None,
+    micro_batch_tokens: Optional[int] = None,
+    multiple: int = 1,
+    filled: bool = False,
+    count_multiple: int = 1,
+) -> Plan:
+    """Cut units of rows, none of which is divided: those with the longest row first, put together while at most micro_batch_size rows,
+    and at most micro_batch_tokens tokens with their padding, are. What exceeds a limit by itself goes alone.
+
+    parts: the units of each data-parallel rank. filled: all micro-batches get the rows of the largest on any rank."""
+    for name, limit in (("micro_batch_size", micro_batch_size), ("micro_batch_tokens", micro_batch_tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1, is {limit}")
+
+    def fits(rows: int, longest: int) -> bool:
+        few = micro_batch_size is None or rows <= micro_batch_size
+        return few and (micro_batch_tokens is None or rows * _width(longest, multiple) <= micro_batch_tokens)
+
+    cuts = [_packed(lengths, units, fits) for units in parts]
     count = max(1, *map(len, cuts))
+    count = -(-count // count_multiple) * count_multiple
     mine = cuts[part] + [[] for _ in range(count - len(cuts[part]))]
-    return Plan(mine, max(1, *map(len, mine)), filled=False)
+    rows_each = max(len(rows) for cut in (cuts if filled else [mine]) for rows in [[], *cut])
+    return Plan(mine, max(1, rows_each), filled=filled)
 
 
-def _packed(lengths: Sequence[int], rows: Sequence[int], budget: int, multiple: int) -> list[list[int]]:
-    ordered = sorted(rows, key=lambda row: (-lengths[row], row))
+def _packed(
+    lengths: Sequence[int], units: Sequence[Sequence[int]], fits: Callable[[int, int], bool]
+) -> list[list[int]]:
+    """fits: whether so many rows, the longest of so many tokens, may go together."""
     packed: list[list[int]] = []
-    while ordered:
-        fit = max(1, budget // _width(lengths[ordered[0]], multiple))
-        packed.append(ordered[:fit])
-        ordered = ordered[fit:]
+    longest = 0
+    for unit in sorted(units, key=lambda unit: (-max(lengths[row] for row in unit), unit[0])):
+        if packed and fits(len(packed[-1]) + len(unit), longest):
+            packed[-1] += unit
+        else:
+            longest = max(lengths[row] for row in unit)
+            packed.append(list(unit))
     return packed
+
+
+def units_of(ids: Sequence[int]) -> list[list[int]]:
+    """Rows of equal id, together; in order of the first row of each."""
+    found: dict[int, list[int]] = {}
+    for row, value in enumerate(ids):
+        found.setdefault(value, []).append(row)
+    return list(found.values())
 
 
 def _width(longest: int, multiple: int) -> int:
@@ -112,14 +152,14 @@ def build(
     width: int,
     device: torch.device,
 ) -> MicroBatch:
-    """One micro-batch on `device`: m = rows_each, W = width. tokens [B, S], lengths [B], fields [B, S] on the CPU; what lies beyond S
-    is padding."""
+    """One micro-batch on `device`: m = rows_each, W = width. tokens [B, S], lengths [B], fields [B, S] or [B] on the CPU; what lies
+    beyond S is padding."""
     rows = torch.tensor(chosen, dtype=torch.int64)
 
     def cut(x: Tensor) -> Tensor:
-        y = torch.zeros(rows_each, width, dtype=x.dtype)
-        part = x[rows, :width]
-        y[: len(chosen), : part.size(1)] = part
+        y = torch.zeros((rows_each, width)[: x.dim()], dtype=x.dtype)
+        part = x[rows] if x.dim() == 1 else x[rows, :width]
+        y[tuple(map(slice, part.shape))] = part
         return y.to(device, non_blocking=True)
 
     own_lengths = torch.ones(rows_each, dtype=torch.int64)

@@ -7,6 +7,8 @@ from typing import Any, Optional
 
 import yaml
 
+from aligner.models.reward_head import RewardHead
+
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
 HEADS = ("lm", "value", "score")
 VOCAB_MULTIPLE = 128  # never times the tensor-parallel degree: a checkpoint must load into any layout
@@ -42,7 +44,7 @@ _NEMO_GPT2 = {
 @dataclass(frozen=True)
 class ModelShape:
     """The architecture. vocab_size is the tokenizer's; the embedding has padded_vocab_size rows, of which the last are never chosen.
-    rotary_base is None where positions are learned."""
+    rotary_base is None where positions are learned. reward: of a score head that was trained here."""
 
     family: str
     head: str
@@ -61,6 +63,7 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     tied: bool
+    reward: Optional[RewardHead] = None
 
     def __post_init__(self):
         for field in fields(self):
@@ -97,7 +100,13 @@ class ModelShape:
         return replace(self, num_layers=num_layers)
 
     def with_head(self, head: str) -> "ModelShape":
-        return replace(self, head=head)
+        """The same shape under another head. What a score head says is forgotten with it."""
+        return replace(self, head=head, reward=self.reward if head == "score" else None)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers a token that a value or score head gives."""
+        return 1 if self.reward is None else len(self.reward.attributes)
 
 
 def _check_number(name: str, kind: Any, value: Any) -> None:
@@ -143,20 +152,22 @@ def read_model_config(folder: Path | str) -> ModelShape:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold keys and values, found {type(found).__name__}")
-    keys = {field: _NEMO_KEYS.get(field, field) for field in ModelShape.__dataclass_fields__}
+    keys = {field: _NEMO_KEYS.get(field, field) for field in ModelShape.__dataclass_fields__ if field != "reward"}
     if missing := [key for key in keys.values() if key not in found]:
         raise ValueError(
             f"{path} lacks {', '.join(missing)}; it was not written by convert_hf_to_nemo.py or by a run of this toolkit"
         )
     try:
-        return ModelShape(**{field: found[key] for field, key in keys.items()})
+        reward = None if found.get("reward") is None else RewardHead.of(found["reward"])
+        return ModelShape(**{field: found[key] for field, key in keys.items()}, reward=reward)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def write_model_config(shape: ModelShape, folder: Path | str) -> None:
     """Write `folder`/model_config.yaml, NeMo's constants included."""
-    values = {_NEMO_KEYS.get(field, field): value for field, value in asdict(shape).items()}
+    values = {_NEMO_KEYS.get(field, field): value for field, value in asdict(replace(shape, reward=None)).items()}
+    values |= {} if shape.reward is None else {"reward": shape.reward.written()}
     values |= {
         "encoder_seq_length": shape.max_position_embeddings,
         "scale_positional_embedding": shape.rope_scaling is not None,

@@ -38,10 +38,12 @@ def micro_batches(
     *,
     micro_batch_size: int,
     micro_batch_tokens: Optional[int] = None,
+    together: Optional[Tensor] = None,
     topology: Topology,
 ) -> list[MicroBatch]:
     """The micro-batches of this rank: of micro_batch_size rows, or of as many as micro_batch_tokens hold where that is given.
-    tokens [B, S] int64, lengths [B] int64, fields [B, S], the same on every rank.
+    tokens [B, S] int64, lengths [B] int64, fields [B, S] or [B], the same on every rank. together [B] int64: rows of equal id go into
+    one micro-batch, however many they are.
 
     Raises ValueError for a budget of tokens in the interleaved schedule."""
     sizes = lengths.tolist()
@@ -49,14 +51,28 @@ def micro_batches(
     # shapes of both directions in an order that the receiver takes for the other one.
     interleaved = topology.virtual_pipeline is not None
     multiple = cutting.width_multiple(topology.tensor, ON_GPU)
-    dealt = balance_rows(sizes, topology.data), topology.data_rank
-    if micro_batch_tokens is None:
-        count_multiple = topology.pipeline if interleaved else 1
-        plan = cutting.plan(sizes, *dealt, micro_batch_size=micro_batch_size, count_multiple=count_multiple)
-    elif interleaved:
+    if micro_batch_tokens is not None and interleaved:
         raise ValueError("a budget of tokens a micro-batch does not go with parallel.virtual_pipeline: leave one out")
+    count_multiple = topology.pipeline if interleaved else 1
+    if together is None and micro_batch_tokens is None:
+        dealt = balance_rows(sizes, topology.data), topology.data_rank
+        plan = cutting.plan(sizes, *dealt, micro_batch_size=micro_batch_size, count_multiple=count_multiple)
     else:
-        plan = cutting.plan_by_tokens(sizes, *dealt, micro_batch_tokens=micro_batch_tokens, multiple=multiple)
+        units = cutting.units_of(range(len(sizes)) if together is None else together.tolist())
+        parts = balance_rows([sum(sizes[row] for row in unit) for unit in units], topology.data)
+        plan = cutting.plan_units(
+            sizes,
+            [[units[i] for i in part] for part in parts],
+            topology.data_rank,
+            **(
+                {"micro_batch_tokens": micro_batch_tokens}
+                if micro_batch_tokens
+                else {"micro_batch_size": micro_batch_size}
+            ),
+            multiple=multiple,
+            filled=interleaved,
+            count_multiple=count_multiple,
+        )
     widths = cutting.widths(plan, sizes, multiple=multiple, uniform=interleaved)
     return [
         cutting.build(rows, tokens, lengths, fields, rows_each=plan.height(i), width=width, device=DEVICE)

@@ -9,6 +9,7 @@ from aligner.models import pipeline
 from aligner.models.build import build_model
 from aligner.models.checkpoint import checkpoint_shape, load_weights
 from aligner.models.critic import last_token
+from aligner.models.micro_batches import MicroBatch
 from aligner.parallel.device import resolve_dtype
 from aligner.parallel.topology import Topology
 
@@ -23,15 +24,23 @@ class RewardModel:
         *,
         micro_batch_size: int,
         micro_batch_tokens: Optional[int] = None,
+        standardise: bool = False,
     ) -> None:
-        """Raises ValueError for a checkpoint without a head, whose scores would all be 0."""
-        self.topology = topology
+        """standardise: scores less their mean over their deviation, as training measured them on held-out responses.
+
+        Raises ValueError for a checkpoint without a head, whose scores would all be 0, and for one without these numbers."""
+        self.topology, self._standardise = topology, standardise
         self._cut = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
         found = checkpoint_shape(model.checkpoint)
         if found.head == "lm":
             raise ValueError(
-                f"reward.checkpoint={model.checkpoint} is a language model without a score head: convert a sequence classifier "
-                "with one label (convert_hf_to_nemo.py)"
+                f"reward.checkpoint={model.checkpoint} is a language model without a score head: train one (train_reward_model.py), or "
+                "convert a sequence classifier with one label (convert_hf_to_nemo.py)"
+            )
+        if standardise and (found.reward is None or not found.reward.std):
+            raise ValueError(
+                f"reward.standardise=true, but reward.checkpoint={model.checkpoint} does not say the mean and deviation of its scores: "
+                "set it to false, or train the model with held-out rows (train_reward_model.py)"
             )
         self.shape = found.with_layers(model.num_layers).with_head("score")
         dtype = resolve_dtype(model.dtype)
@@ -41,7 +50,23 @@ class RewardModel:
             chunk.requires_grad_(False)
 
     def scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """tokens [B, S], lengths [B] -> [B] float32, the score head at token lengths[b] - 1. Collective; the same on every rank."""
+        """tokens [B, S], lengths [B] -> [B] float32, what the outputs add up to. Collective; the same on every rank."""
+        return self.score(self.outputs(tokens, lengths))
+
+    def score(self, outputs: Tensor) -> Tensor:
+        """[B, A] -> [B]."""
+        reward = self.shape.reward
+        scores = outputs[:, 0] if reward is None else reward.merged(outputs)
+        return reward.standardised(scores) if self._standardise else scores
+
+    def outputs(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """tokens [B, S], lengths [B] -> [B, A] float32, what the head says at token lengths[b] - 1. Collective; the same everywhere."""
         micro = pipeline.micro_batches(tokens, lengths, {}, topology=self.topology, **self._cut)
-        parts = pipeline.forward(self.chunks, micro, self.topology, read=last_token)
-        return pipeline.to_global(parts, micro, (tokens.size(0),), self.topology)
+        return last_outputs(self.chunks, micro, self.topology, (tokens.size(0), self.shape.outputs))
+
+
+def last_outputs(
+    chunks: pipeline.Chunks, micro: list[MicroBatch], topology: Topology, shape: tuple[int, int]
+) -> Tensor:
+    """What a head of A outputs says at the last token of every row of the micro-batches: `shape` [B, A], on every rank."""
+    return pipeline.to_global(pipeline.forward(chunks, micro, topology, read=last_token), micro, shape, topology)

@@ -75,14 +75,17 @@ class TrainableModel:
         micro_batch_tokens: Optional[int] = None,
         head_lr_multiplier: float = 1.0,
         head_bias: bool = False,
+        fresh_head: bool = False,
     ) -> None:
-        """Build the model of `shape`, load its weights from model.checkpoint, and wrap it for training."""
+        """Build the model of `shape`, load its weights from model.checkpoint (but for a value or score head, where fresh_head), and
+        wrap it for training."""
         self.source, self.shape, self.optim, self.topology = Path(model.checkpoint), shape, optim, topology
         self.dtype = resolve_dtype(model.dtype)
         self._cut = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
         build = {"dtype": self.dtype, "recompute": model.recompute, "head_bias": head_bias}
         plain = build_model(shape, topology, head=shape.head, **build)
-        load_weights(plain, shape, topology, self.source)
+        self._fresh_head = fresh_head
+        load_weights(plain, shape, topology, self.source, fresh_head=fresh_head)
         self.chunks = wrap_for_training(plain, optim)
         self.optimizer = build_optimizer(self.chunks, optim, dtype=self.dtype, head_lr_multiplier=head_lr_multiplier)
         self.step_count = 0
@@ -97,9 +100,12 @@ class TrainableModel:
         """Of the next update."""
         return learning_rate(self.optim, self.step_count)
 
-    def micro_batches(self, tokens: Tensor, lengths: Tensor, fields: Mapping[str, Tensor]) -> list[MicroBatch]:
-        """This rank's share of a global batch. tokens [B, S], lengths [B], fields [B, S]."""
-        return pipeline.micro_batches(tokens, lengths, fields, topology=self.topology, **self._cut)
+    def micro_batches(
+        self, tokens: Tensor, lengths: Tensor, fields: Mapping[str, Tensor], *, together: Optional[Tensor] = None
+    ) -> list[MicroBatch]:
+        """This rank's share of a global batch. tokens [B, S], lengths [B], fields [B, S] or [B]; together [B]: ids of rows that must
+        not be parted."""
+        return pipeline.micro_batches(tokens, lengths, fields, together=together, topology=self.topology, **self._cut)
 
     def train_step(
         self,
@@ -109,12 +115,14 @@ class TrainableModel:
         *,
         loss: Loss,
         positions: Optional[Positions] = None,
+        together: Optional[Tensor] = None,
     ) -> tuple[dict[str, float], Update]:
-        """Forward, backward and one update on a whole mini-batch. tokens [B, S], lengths [B], fields [B, S], "mask" among them.
+        """Forward, backward and one update on a whole mini-batch. tokens [B, S], lengths [B], fields [B, S] or [B], "mask" among them;
+        together [B]: ids of rows that must not be parted.
 
         An empty mask skips the update: its gradient is 0, but momentum and weight decay would move the weights.
         Returns the sums of `loss`'s metrics over the mini-batch (not divided by anything but what `loss` divided), and the update."""
-        micro = self.micro_batches(tokens, lengths, fields)
+        micro = self.micro_batches(tokens, lengths, fields, together=together)
         clear_gradients(self.chunks, self.optimizer)
         sums = pipeline.forward_backward(self.chunks, micro, self.topology, loss=loss, positions=positions)
         useful = bool(fields["mask"].any()) and all(torch.isfinite(torch.tensor(list(sums.values()))).tolist())
@@ -151,7 +159,7 @@ class TrainableModel:
 
     def reset(self) -> None:
         """Back to the initial weights and an optimizer that has seen nothing."""
-        load_weights(self.plain_chunks, self.shape, self.topology, self.source)
+        load_weights(self.plain_chunks, self.shape, self.topology, self.source, fresh_head=self._fresh_head)
         forget_states(self.optimizer)
         self.step_count = 0
 

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from aligner.models.micro_batches import Plan, build, plan, plan_by_tokens, scatter, width_multiple, widths
+from aligner.models.micro_batches import (
+    Plan,
+    build,
+    plan,
+    plan_by_tokens,
+    plan_units,
+    scatter,
+    units_of,
+    width_multiple,
+    widths,
+)
 
 CPU = torch.device("cpu")
 
@@ -70,6 +80,38 @@ def test_a_budget_is_kept_and_no_row_is_lost(budget):
     for p in plans:
         for micro, width in zip(p.micro_batches, widths(p, lengths, multiple=2), strict=True):
             assert len(micro) <= 1 or len(micro) * width <= budget
+
+
+def test_units_are_rows_of_equal_id():
+    assert units_of([7, 3, 7, 7, 3, 0]) == [[0, 2, 3], [1, 4], [5]]
+
+
+def test_units_are_not_parted_by_hand():
+    # Longest rows: 9 (unit 1), 8 (unit 0), 4 (unit 2), 2 (unit 3). Four rows: 1 and 0 fit, and so do 2 and 3.
+    lengths, units = [8, 3, 9, 1, 4, 4, 2], [[0, 1], [2, 3], [4, 5], [6]]
+    assert plan_units(lengths, [units], 0, micro_batch_size=4).micro_batches == [[2, 3, 0, 1], [4, 5, 6]]
+    assert plan_units(lengths, [units], 0, micro_batch_size=3).micro_batches == [[2, 3], [0, 1], [4, 5, 6]]
+    assert plan_units(lengths, [units], 0, micro_batch_size=1).micro_batches == [[2, 3], [0, 1], [4, 5], [6]]
+    # 36 tokens: four rows of 9; then four of 8 would be 32, but unit 2 is gone; 3 rows of 4 are 12.
+    found = plan_units(lengths, [units], 0, micro_batch_tokens=36, multiple=1)
+    assert found.micro_batches == [[2, 3, 0, 1], [4, 5, 6]] and [found.height(i) for i in (0, 1)] == [4, 3]
+
+
+def test_units_on_several_ranks():
+    """Equally many micro-batches; of one shape where asked, of the largest that any rank has."""
+    lengths, parts = [5] * 8, [[[0, 1, 2]], [[3, 4], [5, 6], [7]]]
+    first, second = (plan_units(lengths, parts, part, micro_batch_size=2) for part in (0, 1))
+    assert first.micro_batches == [[0, 1, 2], [], []] and second.micro_batches == [[3, 4], [5, 6], [7]]
+    assert [first.height(i) for i in range(3)] == [3, 1, 1] and [second.height(i) for i in range(3)] == [2, 2, 1]
+    for part in (0, 1):
+        filled = plan_units(lengths, parts, part, micro_batch_size=2, filled=True, count_multiple=2)
+        assert [filled.height(i) for i in range(4)] == [3] * 4 and len(filled.micro_batches) == 4
+
+
+def test_a_field_of_one_value_a_row_is_cut_with_its_rows():
+    ranks, tokens, lengths = torch.tensor([4, 5, 6]), torch.arange(12).view(3, 4), torch.tensor([4, 2, 3])
+    micro = build([2, 0], tokens, lengths, {"ranks": ranks}, rows_each=3, width=3, device=CPU)
+    assert micro.fields["ranks"].tolist() == [6, 4, 0]
 
 
 def test_width_is_the_longest_row_rounded_up():
