@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from aligner.config import groups as g
+from aligner.config import preference as p
 from aligner.config import supervised as s
 
 
@@ -77,4 +78,26 @@ class SFTConfig:
     logging: g.LoggingConfig = _group(g.LoggingConfig)
 
 
-JOBS = {"actor": ActorConfig, "critic": CriticConfig, "reward": RewardServerConfig, "sft": SFTConfig}
+@dataclass
+class RewardTrainingConfig:
+    """train_reward_model.py"""
+
+    run: s.SupervisedRunConfig = _group(s.SupervisedRunConfig)
+    parallel: g.ParallelConfig = _group(g.ParallelConfig)
+    model: g.ModelConfig = _group(g.ModelConfig)
+    optim: g.OptimConfig = _group(g.OptimConfig)
+    data: s.SupervisedDataConfig = _group(s.SupervisedDataConfig)
+    train: s.TrainConfig = _group(s.TrainConfig)
+    preference: p.PreferenceConfig = _group(p.PreferenceConfig)
+    checkpoint: g.CheckpointConfig = _group(g.CheckpointConfig)
+    validation: s.SupervisedValidationConfig = _group(s.SupervisedValidationConfig)
+    logging: g.LoggingConfig = _group(g.LoggingConfig)
+
+
+JOBS = {
+    "actor": ActorConfig,
+    "critic": CriticConfig,
+    "reward": RewardServerConfig,
+    "sft": SFTConfig,
+    "reward_training": RewardTrainingConfig,
+}

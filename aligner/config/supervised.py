@@ -25,9 +25,10 @@ class TrainConfig:
     epochs: Optional[int] = 1
     """Passes over the training rows; absent: as many as run.max_steps needs."""
     mini_batch_size: int = 128
-    """Rows an optimizer step, over all data-parallel ranks. The last step of a run has the rows that are left."""
+    """Rows an optimizer step, over all data-parallel ranks (of a reward model: lines of the file, each with all its responses). The last
+    step of a run has the rows that are left."""
     micro_batch_size: int = 4
-    """Rows a forward pass on one data-parallel rank."""
+    """Rows a forward pass on one data-parallel rank (of a reward model: responses; those of a line are not parted)."""
     micro_batch_tokens: Optional[int] = None
     """Tokens a forward pass on one data-parallel rank, padding included, instead of train.micro_batch_size rows. Absent: rows count."""
 

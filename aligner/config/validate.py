@@ -85,6 +85,8 @@ POSITIVE = [
     "train.mini_batch_size",
     "train.micro_batch_size",
     "train.micro_batch_tokens",
+    "preference.head_lr_multiplier",
+    "preference.calibration_bins",
 ]
 
 NOT_NEGATIVE = [
@@ -121,6 +123,7 @@ NOT_NEGATIVE = [
     "validation.min_p",
     "validation.min_output_len",
     "validation.generations",
+    "preference.centre",
     "logging.drift_alarm",
 ]
 

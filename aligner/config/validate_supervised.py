@@ -1,16 +1,22 @@
 """Checks between the keys of supervised jobs. Each names the keys and their values, and what to change."""
 
+import math
 from pathlib import Path
 from typing import Any, Iterator
 
-from aligner.config.groups import EngineKind
-from aligner.config.jobs import SFTConfig
+from aligner.config.groups import EngineKind, Overlong
+from aligner.config.jobs import RewardTrainingConfig, SFTConfig
+from aligner.config.preference import Objective
 
 
 def supervised_problems(config: Any) -> list[str]:
     """config: of a job with the groups run, train, data and validation of aligner/config/supervised.py."""
     found = [*_length_of_run(config), *_files(config)]
-    return found + [*_sft(config), *_generations(config)] if isinstance(config, SFTConfig) else found
+    if isinstance(config, SFTConfig):
+        found += [*_sft(config), *_generations(config)]
+    if isinstance(config, RewardTrainingConfig):
+        found += _preference(config)
+    return found
 
 
 def _length_of_run(config: Any) -> Iterator[str]:
@@ -41,6 +47,24 @@ def _sft(config: SFTConfig) -> Iterator[str]:
             f"sft.packing=true packs up to train.micro_batch_tokens={config.train.micro_batch_tokens} tokens, which is less than "
             f"data.max_length={config.data.max_length}: raise it, or leave it out"
         )
+
+
+def _preference(config: RewardTrainingConfig) -> Iterator[str]:
+    preference, regresses = config.preference, config.preference.objective is Objective.regression
+    objective = f"preference.objective={preference.objective.name}"
+    if regresses and not preference.attributes:
+        yield f"{objective} needs preference.attributes, the weight of each by its name (preference.attributes.helpfulness=1.0)"
+    if preference.attributes and not regresses:
+        names = ", ".join(preference.attributes)
+        yield f"preference.attributes ({names}) needs preference.objective=regression, and it is {preference.objective.name}"
+    if bad := [name for name, weight in preference.attributes.items() if not math.isfinite(weight)]:
+        yield f"preference.attributes.{bad[0]}={preference.attributes[bad[0]]} must be a finite number"
+    if preference.attributes and not any(preference.attributes.values()):
+        yield "preference.attributes are all 0, and so would every score be: give one of them a weight"
+    if preference.centre and regresses:
+        yield f"preference.centre={preference.centre} has no meaning with {objective}, whose scores have values to reach: set it to 0"
+    if config.data.overlong is Overlong.truncate:
+        yield "data.overlong=truncate: a response that is cut is another one, set it to drop or refuse"
 
 
 def _generations(config: SFTConfig) -> Iterator[str]:

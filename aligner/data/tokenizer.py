@@ -78,6 +78,23 @@ class Tokenizer:
             ids = [self.bos_id, *ids]
         return ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of a text that goes on after another: nothing is put before or after it."""
+        return self._ids(text)
+
+    def response_end(self, *, chat: bool) -> int:
+        """The id that ends a response: what the chat template writes after the assistant's turn where it is an end token, else the
+        eos token (the first end token where there is none)."""
+        fallback = self.end_token_ids[0] if self.eos_id is None else self.eos_id
+        if not chat or not self._tokenizer.chat_template:
+            return fallback
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        asked, answered = (
+            self._tokenizer.apply_chat_template(some, tokenize=True, return_dict=False) for some in (turns[:1], turns)
+        )
+        ends = [[i for i in ids if i in self.end_token_ids] for ids in (asked, answered)]
+        return ends[1][-1] if len(ends[1]) > len(ends[0]) else fallback
+
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from aligner.models.checkpoint import LAYERS, PREFIX
 from aligner.models.checkpoint_folder import WEIGHTS
+from aligner.models.heads import HEAD_KEY
 from aligner.models.hf_mapping import TE_NAMES, Unit, all_units, from_megatron, hf_shape, pieces, to_megatron
 from aligner.models.model_config import ModelShape
 
@@ -93,6 +94,8 @@ def hf_tensors(unit: Unit, whole: Tensor, shape: ModelShape) -> Iterator[tuple[s
 
 def key_of(unit: Unit) -> str:
     """The name on disk; layers are stacked under one."""
+    if unit.hf == ("score.weight",):
+        return PREFIX + HEAD_KEY
     if unit.layer is None:
         return PREFIX + unit.megatron
     return LAYERS + TE_NAMES.get(unit.megatron, unit.megatron)

@@ -32,7 +32,8 @@ def pairwise_loss(
 
     scores [m] with gradients; groups [m] int64; ranks [m], lower is better; margins [m], of the better response of a pair; mask [m]
     bool. denominator: groups of the whole mini-batch, over all ranks and micro-batches. Returns (scalar, sums `correct` (share of a
-    group's pairs that are in order), `margin` (mean difference of a group's pairs), `groups`, and those of `_moments`)."""
+    group's pairs that are in order, equal scores count half), `margin` (mean difference of a group's pairs), `groups`, and those of
+    `_moments`)."""
     scores, margins = clean(scores, mask, "scores"), clean(margins, mask, "margins")
     together = _together(groups, mask)
     better = together & (ranks[:, None] < ranks[None, :])
@@ -41,7 +42,8 @@ def pairwise_loss(
     share = torch.where(better, 1.0 / pairs.clamp_min(1.0)[:, None], 0.0)
     difference = scores[:, None] - scores[None, :]
     total = (share * F.softplus(margins[:, None] - difference)).sum()
-    metrics = {"correct": (share * (difference > 0)).sum(), "margin": (share * difference).sum(), "groups": share.sum()}
+    right = (difference > 0) + 0.5 * (difference == 0)
+    metrics = {"correct": (share * right).sum(), "margin": (share * difference).sum(), "groups": share.sum()}
     return _finished(total, metrics, scores, together, mask, denominator=denominator, centre=centre)
 
 

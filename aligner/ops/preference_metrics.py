@@ -15,6 +15,11 @@ class Pairs:
     weights: Tensor  # [P] float64
     groups: Tensor  # [P] int64
 
+    @property
+    def right(self) -> Tensor:
+        """[P] float64: 1 where the better response has the higher score, a half where both have the same."""
+        return (self.margins > 0).double() + 0.5 * (self.margins == 0)
+
 
 def ordered_pairs(scores: Tensor, groups: Tensor, ranks: Tensor) -> Pairs:
     """scores [m] float, groups [m] int64, ranks [m] int64 (0 is best)."""
@@ -61,15 +66,14 @@ def calibration(pairs: Pairs, bins: int) -> tuple[float, list[Bin]]:
     """(expected calibration error, the reliability table): Guo et al. 2017, equation 3, of the order that the scores predict.
 
     The probability of the predicted order is sigmoid(|margin|), from 0.5 to 1, which `bins` bins of equal width divide; the error is the
-    mean, by weight, of |accuracy - confidence| over them. A margin of 0 predicts nothing: half of it is right."""
+    mean, by weight, of |accuracy - confidence| over them."""
     confidence = pairs.margins.abs().sigmoid()
-    right = (pairs.margins > 0).double() + 0.5 * (pairs.margins == 0)
     index = ((confidence - 0.5) * 2 * bins).long().clamp(0, bins - 1)
     table, error, total = [], 0.0, float(pairs.weights.sum())
     for i in range(bins):
         weights = torch.where(index == i, pairs.weights, 0.0)
         if (weight := float(weights.sum())) > 0:
-            found = [float((weights * x).sum()) / weight for x in (confidence, right)]
+            found = [float((weights * x).sum()) / weight for x in (confidence, pairs.right)]
             table.append(Bin(0.5 + i / (2 * bins), 0.5 + (i + 1) / (2 * bins), weight, *found))
             error += weight / total * abs(found[0] - found[1])
     return error, table

@@ -42,7 +42,7 @@ def write_report(folder: Path) -> Path:
         raise UserError(f"there is no run folder {folder}: give the path of a run, for example runs/demo")
     run = RunFolder(folder)
     rows = read_jsonl(run.metrics)
-    parts = [_head(run, rows), _jobs(run), _charts(rows), _samples(run), _settings(run)]
+    parts = [_head(run, rows), _jobs(run), _charts(rows), _calibration(run), _samples(run), _settings(run)]
     run.report.write_text(PAGE.format(title=escape(f"Run {folder.name}"), body="\n".join(parts)), encoding="utf-8")
     return run.report
 
@@ -138,6 +138,10 @@ def _charts(rows: Sequence[Row]) -> str:
             "Accuracy in training (sampled)",
             [series("reward/accuracy", "accuracy"), series("reward/well_formed", "well formed")],
         ),
+        line_chart("Loss", [series("train/loss", "training"), series("val/loss", "held out")]),
+        line_chart(
+            "Margin of the better response", [series("train/margin", "training"), series("val/margin", "held out")]
+        ),
         line_chart("KL to the reference, per token", [series("kl/mean", "mean of k1")]),
         line_chart("KL to the reference, per sequence", [series("kl/sequence", "mean of sums")]),
         line_chart(
@@ -164,6 +168,23 @@ def _time_chart(rows: Sequence[Row]) -> str:
         for key in ordered
     }
     return stacked_bars("Seconds per phase", [row["step"] for row in rows], parts)
+
+
+def _calibration(run: RunFolder) -> str:
+    """A reward model's reliability table, where the run has one."""
+    table = _read_json(run.calibration)
+    if not table.get("bins"):
+        return ""
+    head = "".join(
+        f"<th>{name}</th>" for name in ("probability of the predicted order", "comparisons", "mean", "right")
+    )
+    rows = "".join(
+        f"<tr><td>{b['low']:.2f} to {b['high']:.2f}</td><td>{b['weight']:.0f}</td><td>{b['confidence']:.3f}</td>"
+        f"<td>{b['accuracy']:.3f}</td></tr>"
+        for b in table["bins"]
+    )
+    error = f"expected calibration error {table['expected_calibration_error']:.3f}, after {table['updates']} updates"
+    return f"<h2>Calibration on held-out comparisons</h2><p>{error}</p><table><tr>{head}</tr>{rows}</table>"
 
 
 def _sample_files(folder: Path) -> list[Path]:
@@ -203,12 +224,14 @@ def _prompt(row: Row) -> str:
 
 def _response(row: Row, when: str) -> str:
     parts = "".join(f", {name} {value:.3g}" for name, value in (row.get("parts") or {}).items())
-    label = f"{when}: score {row.get('score', float('nan')):.3g}{parts}; ended by {row.get('finish_reason', '?')}"
+    rank = f", rank {row['rank']}" if "rank" in row else ""
+    ended = f"; ended by {row['finish_reason']}" if "finish_reason" in row else ""
+    label = f"{when}: score {row.get('score', float('nan')):.3g}{parts}{rank}{ended}"
     return f"<div class='card'><div class='note'>{escape(label)}</div><pre>{escape(str(row.get('response', '')))}</pre></div>"
 
 
 def _settings(run: RunFolder) -> str:
-    found = [(job, run.config(job)) for job in ("actor", "critic") if run.config(job).exists()]
+    found = [(job, run.config(job)) for job in ("actor", "critic", "reward_model") if run.config(job).exists()]
     blocks = "".join(
         f"<details><summary>{job} job</summary><pre>{escape(path.read_text())}</pre></details>" for job, path in found
     )

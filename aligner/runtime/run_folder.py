@@ -85,6 +85,14 @@ class RunFolder:
     def write_config(self, job: str, yaml: str) -> None:
         self.config(job).write_text(yaml)
 
+    @property
+    def calibration(self) -> Path:
+        """A reward model's reliability on held-out responses, at the last validation."""
+        return self.path / "calibration.json"
+
+    def write_calibration(self, table: Mapping[str, Any]) -> None:
+        self.calibration.write_text(json.dumps(table, indent=1) + "\n")
+
     def write_record(self, job: str, **facts: Any) -> None:
         """Write the job's record (JSON values). `started` and `job` are added."""
         known = {"job": job, "started": time.strftime("%Y-%m-%d %H:%M:%S"), **facts}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from aligner.config.jobs import ActorConfig, CriticConfig
+from aligner.config.jobs import ActorConfig, CriticConfig, RewardTrainingConfig
 from aligner.config.load import load
 from tests.jobs.harness import REPO, Launcher
 
@@ -98,6 +98,44 @@ def test_both_sides_take_the_arguments_that_they_are_given(benchmark_module, mon
         assert (read.rows, read.mini_batch, read.score_batch, read.steps) == (64, 16, 64, 2)
 
 
+@pytest.mark.parametrize(("loss", "gradient", "fits"), [(0.7, 2.0, True), (0.7002, 2.0, False), (0.7, 2.0002, False)])
+def test_reward_models_against_trl_tells_the_two_apart(benchmark_module, monkeypatch, loss, gradient, fits):
+    import torch
+
+    script = benchmark_module("reward_against_trl")
+    sides = [
+        {case: (value, {"w": torch.tensor([1.0, g])}) for case in script.CASES}
+        for value, g in ((0.7, 2.0), (loss, gradient))
+    ]
+    monkeypatch.setattr(script, "ours", lambda *_: sides[0])
+    monkeypatch.setattr(script, "theirs", lambda *_: sides[1])
+    monkeypatch.setattr(script, "converted", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["reward_against_trl.py"])
+    if fits:
+        script.main()
+    else:
+        with pytest.raises(SystemExit, match="differ by more than 0.0001"):
+            script.main()
+
+
+def test_the_settings_of_gsm8k_are_those_of_the_job(benchmark_module, monkeypatch, tmp_path, tiny_model, shared_data):
+    """Every solution of a problem stands once, with its rank; the longest file's own pairs are all in them."""
+    script = benchmark_module("gsm8k_reward")
+    pairs = [json.loads(line) for line in shared_data("gsm8k/preference_pairs.jsonl").read_text().splitlines()]
+    lines = script.rankings(pairs)
+    ranked = {
+        (line["prompt"], text): rank
+        for line in lines
+        for text, rank in zip(line["responses"], line["ranks"], strict=True)
+    }
+    assert len(ranked) == sum(len(line["responses"]) for line in lines) == 2922
+    assert all(ranked[p["prompt"], p["chosen"]] == 0 and ranked[p["prompt"], p["rejected"]] == 1 for p in pairs)
+    monkeypatch.setattr(sys, "argv", ["gsm8k_reward.py", "--pairs=x", f"--model={tiny_model}", "run.max_steps=3"])
+    (tmp_path / "rankings.jsonl").write_text("")
+    config = load(RewardTrainingConfig, script.overrides(script.arguments(), tmp_path), "reward_training")
+    assert (config.run.max_steps, config.parallel.threads, config.model.checkpoint) == (3, 2, str(tiny_model))
+
+
 @pytest.mark.parametrize("script", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
 def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, script):
     """Of those too that run in TRL's or vLLM's environment, where this suite does not go."""
@@ -110,6 +148,7 @@ def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, scr
 
 
 def test_every_script_is_tried_here():
-    elsewhere = {"trl_ppo", "trl_env", "vllm_env", "vllm_worker"}  # TRL's and vLLM's environments
+    elsewhere = {"trl_ppo", "trl_reward", "trl_env", "vllm_env", "vllm_worker"}  # TRL's and vLLM's environments
     here = {"aligner_ppo", "forward_backward", "rollout", "served_critic", "grids", "ppo_step", "refit", "workload"}
+    here |= {"reward_against_trl", "gsm8k_reward"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == here | elsewhere

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from aligner.config import keys
 from aligner.config.groups import Advantage, CriticPlace, EngineKind, Resume, RewardKind, Schedule
-from aligner.config.jobs import JOBS, ActorConfig, CriticConfig, SFTConfig
+from aligner.config.jobs import JOBS, ActorConfig, CriticConfig, RewardTrainingConfig, SFTConfig
 from aligner.config.load import CONF, load, to_dict, to_yaml
 from aligner.config.reward import RewardPart
 from aligner.config.validate import problems as cross_problems
@@ -325,8 +325,10 @@ def test_shipped_configurations_load(path):
     """With a checkpoint and a task, where the file leaves them to the user."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         written = compose(path.stem)
-    job = SFTConfig if "sft" in path.stem else CriticConfig if "critic" in path.stem else ActorConfig
-    words = ["data.train=/dev/null"] if job is SFTConfig and "train" not in written.get("data", {}) else []
+    jobs = {"sft": SFTConfig, "critic": CriticConfig, "reward_training": RewardTrainingConfig}
+    job = next((jobs[name] for name in jobs if name in path.stem), ActorConfig)
+    supervised = job in (SFTConfig, RewardTrainingConfig)
+    words = ["data.train=/dev/null"] if supervised and "train" not in written.get("data", {}) else []
     words += [] if "checkpoint" in written.get("model", {}) else ["model.checkpoint=somewhere"]
     if job is ActorConfig and not {"task", "prompts"} & set(written.get("data", {})):
         words.append("data.task=chain_sum")

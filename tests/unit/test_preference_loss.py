@@ -64,6 +64,8 @@ def test_responses_of_equal_rank_are_not_compared():
     rows = tensors([1.0, 2.0, 0.0], [1, 1, 1], [0, 1, 1])
     loss, _ = pairwise_loss(**rows, denominator=1)
     assert loss.item() == pytest.approx(-(log_sigmoid(-1.0) + log_sigmoid(1.0)) / 2)
+    tied = pairwise_loss(**tensors([1.0, 1.0, 0.0], [0, 0, 0], [0, 1, 2]), denominator=1)
+    assert tied[1]["correct"].item() == pytest.approx(2.5 / 3)
     equal = pairwise_loss(**tensors([1.0, 2.0], [0, 0], [0, 0]), denominator=1)
     assert equal[0] == 0 and equal[1]["groups"] == 0
 
