@@ -17,6 +17,7 @@ from aligner.algorithms.validation import Validator
 from aligner.config.groups import Dtype, ModelConfig, RewardPlace, RunConfig
 from aligner.config.jobs import ActorConfig
 from aligner.config.load import to_dict, to_yaml
+from aligner.config.ppo import ReferencePlace
 from aligner.data.batch import Sample
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
 from aligner.data.splits import Limited, load_splits
@@ -25,6 +26,7 @@ from aligner.models.checkpoint_folder import TOKENIZER, checkpoint_shape, opened
 from aligner.models.model_config import ModelShape
 from aligner.models.policy import Policy, PolicyLoss
 from aligner.models.training_state import resumed_dtype
+from aligner.ops.policy_loss import Objective
 from aligner.parallel.arrival import look_around
 from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import ON_GPU, resolve_dtype, set_threads, synchronise, thread_count
@@ -252,14 +254,32 @@ def facts(policy: Policy, engine: RolloutEngine, critic: Optional[Critic], sampl
 
 
 def build_policy(config: ActorConfig, topology: Topology) -> Policy:
+    ppo = config.ppo
     return Policy(
         config.model,
         config.optim,
         topology,
-        loss=PolicyLoss(config.sampling.temperature, config.ppo.clip, config.ppo.entropy_bonus),
-        micro_batch_size=config.ppo.micro_batch_size,
-        micro_batch_tokens=config.ppo.micro_batch_tokens,
-        reference=config.ppo.reference,
+        loss=policy_loss_settings(config),
+        micro_batch_size=ppo.micro_batch_size,
+        micro_batch_tokens=ppo.micro_batch_tokens,
+        reference=None if ppo.reference is ReferencePlace.none else ppo.reference,
+    )
+
+
+def policy_loss_settings(config: ActorConfig) -> PolicyLoss:
+    ppo = config.ppo
+    return PolicyLoss(
+        config.sampling.temperature,
+        Objective(
+            kind=ppo.loss,
+            low=ppo.clip,
+            high=ppo.clip_high,
+            dual=ppo.dual_clip,
+            entropy_bonus=ppo.entropy_bonus,
+            kl_estimator=ppo.kl_estimator,
+        ),
+        ppo.aggregate,
+        ppo.constant_length,
     )
 
 

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from aligner.config.groups import PPOConfig
+from aligner.config.ppo import PPOConfig
 
 log = logging.getLogger(__name__)
 

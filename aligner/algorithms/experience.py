@@ -8,15 +8,16 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
-from aligner.config.groups import Advantage, PPOConfig, RewardScale
+from aligner.config.ppo import Advantage, KLPlace, PPOConfig, RewardScale
 from aligner.data.batch import CriticBatch, Rollouts
 from aligner.ops.advantages import gae, monte_carlo_returns, reinforce_baseline
 from aligner.ops.explained_variance import explained_variance, explained_variance_parts
+from aligner.ops.group_advantages import dr_grpo, equal_groups, group_norm, rloo
 from aligner.ops.importance import drift, importance_weights
 from aligner.ops.kl import kl_per_token, rewards_with_kl
 from aligner.ops.masks import clean, masked_mean, whiten
 from aligner.ops.reward_scaling import RunningMoments, scale_scores
-from aligner.ops.truncation import handle_truncation
+from aligner.ops.truncation import handle_truncation, soft_overlong_penalty
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Signals:
     """What was asked about a rollout, in the order of its rows."""
 
     logprobs: Tensor  # [B, S] float32, policy before this step's updates
-    reference_logprobs: Tensor  # [B, S] float32
+    reference_logprobs: Optional[Tensor]  # [B, S] float32; None where there is no reference
     scores: Tensor  # [B] float32
     values: Tensor  # [B, S] float32; zeros without a critic
     bootstrap: Tensor  # [B] float32; zeros without a critic
@@ -41,7 +42,8 @@ class Experience:
     values: Tensor  # [B, S]
     returns: Tensor  # [B, S]
     mask: Tensor  # [B, S] bool
-    kl: Tensor  # [B, S] log-ratio to the reference (k1), 0 outside the response
+    kl: Tensor  # [B, S] log-ratio to the reference (k1), 0 outside the response and without a reference
+    reference_logprobs: Optional[Tensor]  # [B, S], where the KL penalty is part of the loss
     weights: Optional[Tensor]  # [B, S] of each token's policy loss, where ppo.importance_cap asks for a correction
     metrics: dict[str, float]
 
@@ -80,18 +82,35 @@ def build_experience(
         truncation=ppo.truncation,
         penalty=ppo.truncation_penalty,
     )
+    if ppo.overlong_cache is not None:
+        how = {"whole": ppo.overlong_length, "cache": ppo.overlong_cache}
+        scores = scores + ppo.overlong_penalty * soft_overlong_penalty(rollouts.mask.sum(1), **how)
     scores, reward_metrics = _scaled(scores, mask, rollouts, ppo, moments or RunningMoments())
     logprobs = clean(signals.logprobs, rollouts.mask, "policy log-probs")
     values = clean(signals.values, rollouts.mask, "values")
-    reference = clean(signals.reference_logprobs, rollouts.mask, "reference log-probs")
-    penalised = kl_per_token(logprobs, reference, ppo.kl_estimator)
-    rewards = rewards_with_kl(scores, penalised, mask, coefficient=kl_coefficient, reduction=ppo.kl_reduction)
-    kl = logprobs - reference
-    metrics = {"kl/coefficient": kl_coefficient, **reward_metrics, **_rollout_metrics(rollouts, signals, kl)}
+    reference = signals.reference_logprobs
+    if reference is not None:
+        reference = clean(reference, rollouts.mask, "reference log-probs")
+    measured = logprobs if reference is None else reference
+    kl = logprobs - measured
+    in_loss = ppo.kl_place is KLPlace.loss and kl_coefficient > 0
+    rewards = rewards_with_kl(
+        scores,
+        kl_per_token(logprobs, measured, ppo.kl_estimator),
+        mask,
+        coefficient=0.0 if in_loss else kl_coefficient,
+        reduction=ppo.kl_reduction,
+    )
+    metrics = {"kl/coefficient": kl_coefficient, **reward_metrics, **_rollout_metrics(rollouts, signals)}
+    if reference is not None:
+        metrics |= {"kl/mean": float(masked_mean(kl, rollouts.mask)), "kl/sequence": float(kl.sum(1).mean())}
+    groups = rollouts.sample_ids // ppo.samples_per_prompt
+    if ppo.samples_per_prompt > 1:
+        metrics |= _group_metrics(signals.scores, mask, groups)
     if ppo.advantage is Advantage.gae:
         metrics |= _critic_metrics(rewards, values, mask, bootstrap, ppo.gamma)
     fallen_back = falls_back(metrics.get("critic/explained_variance", 0.0))
-    advantages, returns = _advantages(rewards, values, mask, bootstrap, ppo)
+    advantages, returns = _advantages(rewards, values, mask, bootstrap, groups, ppo)
     if fallen_back:
         advantages = reinforce_baseline(rewards, mask, gamma=ppo.gamma)
     if ppo.critic_fallback_steps:
@@ -102,7 +121,8 @@ def build_experience(
     if ppo.importance_cap is not None:
         weights = importance_weights(logprobs, rollouts.engine_logprobs, rollouts.mask, cap=ppo.importance_cap)
         metrics["drift/weight"] = float(masked_mean(weights, rollouts.mask))
-    return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, weights, metrics)
+    kept = reference if in_loss else None
+    return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, kept, weights, metrics)
 
 
 def _scaled(
@@ -123,23 +143,32 @@ def _scaled(
     return scaled, metrics
 
 
-def _advantages(rewards, values, mask, bootstrap, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
+OF_GROUPS = {Advantage.group_norm: group_norm, Advantage.dr_grpo: dr_grpo, Advantage.rloo: rloo}
+
+
+def _advantages(rewards, values, mask, bootstrap, groups, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
     if ppo.advantage is Advantage.gae:
         return gae(rewards, values, mask, bootstrap, gamma=ppo.gamma, lam=ppo.lam)
     # The returns train the critic of a run that has one all the same (for its reward model, say).
     returns = monte_carlo_returns(rewards, mask, torch.zeros_like(bootstrap), gamma=ppo.gamma)
-    return reinforce_baseline(rewards, mask, gamma=ppo.gamma), returns
+    if ppo.advantage is Advantage.reinforce_baseline:
+        return reinforce_baseline(rewards, mask, gamma=ppo.gamma), returns
+    of_rows = OF_GROUPS[ppo.advantage](rewards.sum(1), mask.any(1), groups)
+    return torch.where(mask, of_rows[:, None], 0.0), returns
 
 
-def _rollout_metrics(rollouts: Rollouts, signals: Signals, k1: Tensor) -> dict[str, float]:
-    """k1: [B, S] log-ratio of policy to reference, 0 outside the mask."""
+def _group_metrics(scores: Tensor, mask: Tensor, groups: Tensor) -> dict[str, float]:
+    """Of the raw scores. Groups whose scores are all alike teach nothing."""
+    alike, all_of_them = equal_groups(scores, mask.any(1), groups)
+    return {"groups/equal": alike / max(all_of_them, 1)}
+
+
+def _rollout_metrics(rollouts: Rollouts, signals: Signals) -> dict[str, float]:
     mask, scores = rollouts.mask, signals.scores
     found = drift(signals.logprobs, rollouts.engine_logprobs, mask)
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
-        "kl/mean": float(masked_mean(k1, mask)),
-        "kl/sequence": float(k1.sum(1).mean()),
         "response/length": float(mask.sum(1).float().mean()),
         "response/truncated": float(rollouts.truncated.float().mean()),
         "refit/staleness": float(signals.weight_version - rollouts.weight_version),

@@ -18,6 +18,7 @@ from aligner.algorithms.trainer_state import TrainerState
 from aligner.algorithms.updates import train_in_turn
 from aligner.algorithms.validation import Validator
 from aligner.config.jobs import ActorConfig
+from aligner.config.ppo import ReferencePlace
 from aligner.data.batch import Request, Rollouts, Sample
 from aligner.data.interfaces import Critic, RolloutEngine
 from aligner.data.sampler import PromptSampler
@@ -162,10 +163,12 @@ class PPOTrainer:
             for sample_id, sample in samples.items()
         ]
 
-    def logprobs(self, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, S] each: of the policy and of the frozen reference, at the sampling temperature."""
+    def logprobs(self, rollouts: Rollouts) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """[B, S] each: of the policy and of the frozen reference (None without one), at the sampling temperature."""
         temperature = self.config.sampling.temperature
         logprobs = self.policy.logprobs(rollouts, temperature=temperature)
+        if self.ppo.reference is ReferencePlace.none:
+            return logprobs, None
         if self.state.weight_version == 0:
             return logprobs, logprobs  # before its first update the policy is the reference
         return logprobs, self.policy.reference_logprobs(rollouts, temperature=temperature)
@@ -224,7 +227,7 @@ class PPOTrainer:
         return step > self.ppo.critic_warmup_steps and not waits
 
     def policy_mini_batches(self, step: int, experience: Experience) -> Iterator[PolicyMiniBatch]:
-        rollouts, size = experience.rollouts, self.ppo.mini_batch_size
+        rollouts, size, reference = experience.rollouts, self.ppo.mini_batch_size, experience.reference_logprobs
         for epoch in range(self.ppo.epochs):
             for rows in mini_batches(len(rollouts), size, seed=self.config.run.seed, step=step, epoch=epoch):
                 yield PolicyMiniBatch(
@@ -234,6 +237,8 @@ class PPOTrainer:
                     old_logprobs=experience.logprobs[rows],
                     advantages=experience.advantages[rows],
                     weights=None if experience.weights is None else experience.weights[rows],
+                    reference_logprobs=None if reference is None else reference[rows],
+                    kl_coefficient=0.0 if reference is None else self.state.kl_coefficient,
                 )
 
     def refit_ahead(self, step: int, critic_update: "Optional[Future[dict[str, float]]]") -> float:

@@ -31,11 +31,6 @@ class Recompute(Enum):
     full = "full"
 
 
-class ReferencePlace(Enum):
-    held = "held"
-    swapped = "swapped"
-
-
 class Schedule(Enum):
     constant = "constant"
     cosine = "cosine"
@@ -59,43 +54,13 @@ class Certify(Enum):
     off = "off"
 
 
-class Advantage(Enum):
-    gae = "gae"
-    reinforce_baseline = "reinforce_baseline"
-
-
-class KLEstimator(Enum):
-    k1 = "k1"
-    abs = "abs"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class KLReduction(Enum):
-    token = "token"
-    sequence = "sequence"
-
-
-class RewardScale(Enum):
-    none = "none"
-    running = "running"
-    batch = "batch"
-    group = "group"
-
-
 class ValueNormalisation(Enum):
     none = "none"
     popart = "popart"
 
 
-class Truncation(Enum):
-    bootstrap = "bootstrap"
-    mask = "mask"
-    penalise = "penalise"
-    ignore = "ignore"
-
-
 class CriticPlace(Enum):
+    auto = "auto"
     remote = "remote"
     local = "local"
     none = "none"
@@ -277,74 +242,10 @@ class RefitConfig:
 
 
 @dataclass
-class PPOConfig:
-    rollout_batch_size: int = 128
-    """Prompts a step."""
-    samples_per_prompt: int = 1
-    """Responses a prompt."""
-    mini_batch_size: int = 128
-    """Samples an optimizer step; rollout_batch_size * samples_per_prompt must be a multiple of it."""
-    micro_batch_size: int = 4
-    """Rows a forward pass on one data-parallel rank."""
-    micro_batch_tokens: Optional[int] = None
-    """Tokens a forward pass on one data-parallel rank, padding included, instead of ppo.micro_batch_size rows: rows of like length
-    are put together up to it, and a longer one goes alone. Absent: rows count."""
-    epochs: int = 1
-    """Passes of the policy over a rollout."""
-    advantage: Advantage = Advantage.gae
-    """gae needs a critic; reinforce_baseline is critic-free (REINFORCE++ with a global batch baseline)."""
-    gamma: float = 1.0
-    """Discount per token."""
-    lam: float = 0.95
-    """Lambda of generalised advantage estimation."""
-    whiten: bool = True
-    """Whiten advantages over the whole rollout, all data-parallel ranks together."""
-    whiten_min_std: float = 1e-4
-    """Smallest standard deviation that whitening divides by."""
-    clip: float = 0.2
-    """Policy ratio is clipped to 1 +- clip."""
-    importance_cap: Optional[float] = None
-    """Multiply each token's policy loss with min(importance_cap, p / q): p the probability that the policy gave it before this step's
-    updates, q the engine's when it sampled it (truncated importance sampling; decoupled PPO, Hilton et al. 2021, where
-    refit.sync_every > 1, which needs it). 2 is usual; absent: no correction."""
-    entropy_bonus: float = 0.0
-    """Weight of the entropy in the policy loss."""
-    kl_coefficient: float = 0.01
-    """Weight of the KL penalty in the reward."""
-    kl_estimator: KLEstimator = KLEstimator.k1
-    """Estimator of the KL to the reference: k1, |k1|, k2, k3 (Schulman 2020)."""
-    kl_reduction: KLReduction = KLReduction.token
-    """token: each token pays its own KL; sequence: the last token pays the sum."""
-    kl_target: Optional[float] = None
-    """Adapt kl_coefficient to hold this KL per sequence (Ziegler et al. 2019, section 2.2); absent: fixed."""
-    kl_horizon: int = 10000
-    """Samples over which the adaptive coefficient moves."""
-    truncation: Truncation = Truncation.bootstrap
-    """A response cut at max_output_len: bootstrap from the critic's value, mask it out of both losses, penalise its score, or
-    ignore that it was cut."""
-    truncation_penalty: float = 1.0
-    """Subtracted from a truncated response's score where truncation is penalise."""
-    reward_scale: RewardScale = RewardScale.none
-    """Scores less their mean over their deviation, before the KL penalty: over the whole run so far (running), the step (batch) or the
-    responses to one prompt (group; ppo.samples_per_prompt > 1). Metrics and records keep the raw score."""
-    reward_clip: Optional[float] = None
-    """Scores are clipped to +- this, after ppo.reward_scale; absent: not clipped."""
-    critic_warmup_steps: int = 0
-    """First steps in which only the critic trains."""
-    critic_warmup_max_steps: Optional[int] = None
-    """Warm-up goes on beyond critic_warmup_steps until the critic's explained variance is positive, up to this step; absent: it does
-    not."""
-    critic_fallback_steps: int = 0
-    """After this many steps in a row with an explained variance of 0 or less, advantages are those of reinforce_baseline until it is
-    positive again, and the critic trains on; 0: never. Warm-up does not count."""
-    reference: ReferencePlace = ReferencePlace.held
-    """held: the frozen reference's weights stay on the device; swapped: they live on the host and are swapped in for its forward pass."""
-
-
-@dataclass
 class CriticClientConfig:
-    place: CriticPlace = CriticPlace.remote
-    """remote: a critic job; local: in this process (one rank); none: no critic (critic-free advantages)."""
+    place: CriticPlace = CriticPlace.auto
+    """remote: a critic job; local: in this process (one rank); none: no critic, and no critic job. auto: remote for ppo.advantage=gae,
+    none for the critic-free ones."""
     endpoint: Optional[str] = None
     """host:port of the critic job; absent: read from the run's endpoints/critic.json."""
     connect_timeout: float = 600.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from aligner.config import groups as g
 from aligner.config import preference as p
 from aligner.config import supervised as s
+from aligner.config.ppo import PPOConfig
 
 
 def _group(cls):
@@ -23,7 +24,7 @@ class ActorConfig:
     sampling: g.SamplingConfig = _group(g.SamplingConfig)
     engine: g.EngineConfig = _group(g.EngineConfig)
     refit: g.RefitConfig = _group(g.RefitConfig)
-    ppo: g.PPOConfig = _group(g.PPOConfig)
+    ppo: PPOConfig = _group(PPOConfig)
     reward: g.RewardConfig = _group(g.RewardConfig)
     critic: g.CriticClientConfig = _group(g.CriticClientConfig)
     checkpoint: g.CheckpointConfig = _group(g.CheckpointConfig)

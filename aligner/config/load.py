@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.config import keys
+from aligner.config.implied import settled
 from aligner.config.jobs import JOBS
 from aligner.config.validate import problems as cross_problems
 from aligner.runtime.errors import ConfigError
@@ -59,16 +60,17 @@ def load(job: type[Job], argv: Optional[Sequence[str]] = None, config_name: str 
     config = OmegaConf.structured(job)
     problems = [problem for setting in settings for problem in _apply(config, job, setting)]
     problems += _resolve(config, job)
-    if options.cfg and not problems:
-        _end(OmegaConf.to_yaml(config))
     missing = sorted(OmegaConf.missing_keys(config))
+    if options.cfg and not problems:
+        _end(OmegaConf.to_yaml(config) if missing else to_yaml(settled(OmegaConf.to_object(config))))
     problems += [f"{key} is required and was not given: {keys.docs(job)[key].splitlines()[0]}" for key in missing]
     for key in missing:
         OmegaConf.update(config, key, "missing")
-    problems += cross_problems(OmegaConf.to_object(config))
+    whole = settled(OmegaConf.to_object(config))
+    problems += cross_problems(whole)
     if problems:
         raise ConfigError(*problems)
-    return OmegaConf.to_object(config)  # type: ignore[return-value]
+    return whole
 
 
 def to_yaml(config: Any) -> str:

@@ -19,6 +19,7 @@ class RewardKind(Enum):
 
 
 class RewardPlace(Enum):
+    auto = "auto"
     critic = "critic"
     actor = "actor"
     server = "server"
@@ -87,8 +88,9 @@ def part_name(part: RewardPart) -> str:
 
 @dataclass
 class RewardConfig(VerifierConfig):
-    place: RewardPlace = RewardPlace.critic
-    """Which job scores: critic, actor (critic-free runs), or server (a reward job of its own, serve_reward_model.py)."""
+    place: RewardPlace = RewardPlace.auto
+    """Which job scores: critic, actor, or server (a reward job of its own, serve_reward_model.py). auto: the critic's job where there
+    is a critic, else the actor's."""
     parts: list[RewardPart] = field(default_factory=list)
     """For kind parts: `[{kind: maths, weight: 1.0}, {kind: format, weight: 0.1, template: ...}]`. A part has the keys that go with its
     kind, weight, and name (logged as reward/NAME; absent: its kind). The reward is the weighted sum."""

@@ -6,19 +6,11 @@ import string
 from pathlib import Path
 from typing import Any, Iterator
 
-from aligner.config.groups import (
-    Advantage,
-    CriticPlace,
-    ParallelConfig,
-    RewardKind,
-    RewardPlace,
-    RewardScale,
-    Schedule,
-    Truncation,
-)
+from aligner.config.groups import CriticPlace, ParallelConfig, RewardKind, RewardPlace, Schedule
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
+from aligner.config.validate_algorithm import algorithm_problems
 from aligner.config.validate_rollout import rollout_problems
-from aligner.config.validate_scoring import budget_problems, critic_trust_problems, reward_problems, served_problems
+from aligner.config.validate_scoring import budget_problems, reward_problems, served_problems
 from aligner.config.validate_supervised import supervised_problems
 from aligner.runtime.time_limit import seconds_of
 
@@ -51,6 +43,10 @@ POSITIVE = [
     "ppo.epochs",
     "ppo.whiten_min_std",
     "ppo.clip",
+    "ppo.clip_high",
+    "ppo.constant_length",
+    "ppo.overlong_cache",
+    "ppo.overlong_length",
     "ppo.importance_cap",
     "ppo.kl_target",
     "ppo.kl_horizon",
@@ -104,6 +100,7 @@ NOT_NEGATIVE = [
     "ppo.entropy_bonus",
     "ppo.kl_coefficient",
     "ppo.truncation_penalty",
+    "ppo.overlong_penalty",
     "ppo.critic_warmup_steps",
     "ppo.critic_fallback_steps",
     "reward.format_credit",
@@ -151,7 +148,7 @@ def problems(config: Any) -> list[str]:
     found += budget_problems(config)
     found += _run(config.run)
     if isinstance(config, ActorConfig):
-        found += [*_actor(config), *rollout_problems(config), *_data(config), *_algorithm(config)]
+        found += [*_actor(config), *rollout_problems(config), *_data(config), *algorithm_problems(config)]
     if isinstance(config, (ActorConfig, CriticConfig, RewardServerConfig)):
         found += reward_problems(config.reward)
     if isinstance(config, (CriticConfig, RewardServerConfig)):
@@ -247,9 +244,9 @@ def _actor(config: ActorConfig) -> Iterator[str]:
             "the other ranks wait in a collective while rank 0 waits for the critic"
         )
     if critic.place is CriticPlace.none and reward.place is RewardPlace.critic:
-        yield "critic.place=none leaves nobody to score: set reward.place=actor"
+        yield "critic.place=none leaves nobody to score: leave reward.place out, or set it to actor or server"
     if critic.place is not CriticPlace.none and reward.place is RewardPlace.actor and reward.kind is RewardKind.model:
-        yield "reward.place=actor with reward.kind=model: a reward model runs in the critic job, set reward.place=critic"
+        yield "reward.place=actor with reward.kind=model: a reward model runs in the critic job, leave reward.place out"
     if critic.place is CriticPlace.none and reward.kind is RewardKind.model and reward.place is not RewardPlace.server:
         yield "reward.kind=model needs a job to run the reward model, and critic.place is none: set reward.place=server"
     for key, endpoint in (("critic", critic.endpoint), ("reward", reward.endpoint)):
@@ -262,22 +259,6 @@ def _actor(config: ActorConfig) -> Iterator[str]:
         yield f"critic.endpoint={critic.endpoint} needs critic.place=remote, and it is {critic.place.name}"
     if critic.local_overrides and critic.place is not CriticPlace.local:
         yield f"critic.local_overrides needs critic.place=local, and it is {critic.place.name}"
-
-
-def _algorithm(config: ActorConfig) -> Iterator[str]:
-    ppo, place = config.ppo, config.critic.place
-    if ppo.advantage is Advantage.gae and place is CriticPlace.none:
-        yield "ppo.advantage=gae needs a critic: set critic.place=remote or local, or ppo.advantage=reinforce_baseline"
-    if ppo.truncation is Truncation.bootstrap and (place is CriticPlace.none or ppo.advantage is not Advantage.gae):
-        yield (
-            f"ppo.truncation=bootstrap needs a critic and ppo.advantage=gae (critic.place={place.name}, "
-            f"ppo.advantage={ppo.advantage.name}): set ppo.truncation to mask, penalise or ignore"
-        )
-    yield from critic_trust_problems(config)
-    if ppo.kl_target is not None and ppo.kl_coefficient == 0:
-        yield f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coefficient by factors: it must start above 0"
-    if ppo.reward_scale is RewardScale.group and ppo.samples_per_prompt == 1:
-        yield "ppo.reward_scale=group needs ppo.samples_per_prompt > 1: a score alone is its own mean"
 
 
 def _data(config: ActorConfig) -> Iterator[str]:

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, Iterator
 from urllib.parse import urlsplit
 
-from aligner.config.groups import Advantage, CriticPlace, RewardKind, RewardPlace
+from aligner.config.groups import CriticPlace, RewardKind, RewardPlace
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
+from aligner.config.ppo import Advantage
 from aligner.config.validate_reward import parts_problems, verifier_problems
 
 

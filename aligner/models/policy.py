@@ -1,4 +1,4 @@
-"""The policy: log-probs at the sampling temperature, PPO updates, the frozen reference, and the weights for the engine.
+"""The policy: log-probs at the sampling temperature, updates of it, the frozen reference, and the weights for the engine.
 
 Legend: B rows of a global batch, replicated on the CPU of every rank; S columns. The shift between tokens and the hidden states that
 predict them happens here only: log pi(tokens[b, t]) comes from the hidden state at t - 1."""
@@ -11,7 +11,8 @@ from typing import Any, Iterator, Mapping, Optional
 import torch
 from torch import Tensor
 
-from aligner.config.groups import ModelConfig, OptimConfig, ReferencePlace
+from aligner.config.groups import ModelConfig, OptimConfig
+from aligner.config.ppo import Aggregate, ReferencePlace
 from aligner.data.batch import Rollouts
 from aligner.models import pipeline
 from aligner.models.checkpoint import checkpoint_shape
@@ -19,19 +20,22 @@ from aligner.models.hf import export_hf
 from aligner.models.micro_batches import MicroBatch
 from aligner.models.reference import make_reference
 from aligner.models.trainable import Saving, TrainableModel
+from aligner.ops.aggregate import token_shares
 from aligner.ops.masks import clean
-from aligner.ops.policy_loss import ppo_clip_loss
+from aligner.ops.policy_loss import METRICS, Objective, policy_loss
 from aligner.parallel.topology import Topology
 from aligner.parallel.vocab import vocab_parallel_logprobs, vocab_parallel_logprobs_and_entropy
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Settings of the policy's loss. temperature: of sampling; log-probs and entropy are those of the tempered distribution."""
+    """Settings of the policy's loss. temperature: of sampling; log-probs and entropy are those of the tempered distribution.
+    constant_length: in tokens, for aggregate constant."""
 
     temperature: float = 1.0
-    clip: float = 0.2
-    entropy_bonus: float = 0.0
+    objective: Objective = Objective()
+    aggregate: Aggregate = Aggregate.token
+    constant_length: Optional[int] = None
 
 
 @dataclass
@@ -44,6 +48,8 @@ class PolicyMiniBatch:
     old_logprobs: Tensor  # [B, S] float32
     advantages: Tensor  # [B, S] float32
     weights: Optional[Tensor] = None  # [B, S] float32, of each token's loss (ops/importance.py); absent: 1
+    reference_logprobs: Optional[Tensor] = None  # [B, S] float32, where the KL penalty is part of the loss
+    kl_coefficient: float = 0.0  # of that penalty
 
 
 class Policy:
@@ -115,10 +121,13 @@ class Policy:
             "old_logprobs": clean(batch.old_logprobs, batch.mask, "old_logprobs"),
             "advantages": clean(batch.advantages, batch.mask, "advantages"),
         }
-        if batch.weights is not None:
-            fields["weights"] = clean(batch.weights, batch.mask, "weights")
+        for name in ("weights", "reference_logprobs"):
+            if (given := getattr(batch, name)) is not None:
+                fields[name] = clean(given, batch.mask, name)
+        settings = self.loss
+        fields["shares"] = token_shares(batch.mask, settings.aggregate, constant_length=settings.constant_length)
         tokens = int(batch.mask.sum())
-        loss = partial(self._loss, tokens)
+        loss = partial(self._loss, batch.kl_coefficient)
         sums, update = self.model.train_step(
             batch.tokens, batch.lengths, fields, loss=loss, positions=predicting_positions
         )
@@ -129,15 +138,24 @@ class Policy:
             "clip_fraction": sums["clipped"] / count,
             "approximate_kl": sums["approximate_kl"] / count,
             "entropy": sums["entropy"] / count,
+            **self._metrics_of_settings(sums, count, batch),
             "grad_norm": update.grad_norm,
             "learning_rate": update.learning_rate,
             "skipped": float(update.skipped),
             "empty": float(tokens == 0),
         }
 
-    def _loss(self, denominator: int, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _metrics_of_settings(self, sums: dict[str, float], count: int, batch: PolicyMiniBatch) -> dict[str, float]:
+        """What only some settings make worth telling."""
+        told = {}
+        if batch.reference_logprobs is not None:
+            told["kl"] = sums["kl"] / count
+        if self.loss.objective.dual is not None:
+            told["dual_clip_fraction"] = sums["dual_clipped"] / count
+        return told
+
+    def _loss(self, kl_coefficient: float, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         chosen = chosen_positions(micro)
-        weights = micro.fields.get("weights")
         logprobs, entropy = vocab_parallel_logprobs_and_entropy(
             logits[0],
             micro.tokens[chosen],
@@ -145,20 +163,18 @@ class Policy:
             temperature=self.loss.temperature,
             vocab_size=self.shape.vocab_size,
         )
+        given = {name: field[chosen] for name, field in micro.fields.items()}
         try:
-            return ppo_clip_loss(
+            return policy_loss(
                 logprobs,
-                micro.fields["old_logprobs"][chosen],
-                micro.fields["advantages"][chosen],
-                micro.fields["mask"][chosen],
-                clip=self.loss.clip,
-                weights=None if weights is None else weights[chosen],
+                **given,
+                objective=self.loss.objective,
+                sequences=chosen.nonzero()[:, 0],  # rows are never cut: a response's tokens are all in one micro-batch
                 entropy=entropy,
-                entropy_bonus=self.loss.entropy_bonus,
-                denominator=denominator,
+                kl_coefficient=kl_coefficient,
             )
         except FloatingPointError:
-            return not_finite(logprobs, ("ratio", "clipped", "approximate_kl", "entropy", "policy_loss", "tokens"))
+            return not_finite(logprobs, METRICS)
 
     # Weights and state
 

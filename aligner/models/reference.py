@@ -5,7 +5,8 @@ from typing import Iterator, Protocol
 
 import torch
 
-from aligner.config.groups import Recompute, ReferencePlace
+from aligner.config.groups import Recompute
+from aligner.config.ppo import ReferencePlace
 from aligner.models.build import build_model
 from aligner.models.model_config import ModelShape
 from aligner.parallel.device import ON_GPU

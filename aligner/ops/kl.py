@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.config.groups import KLEstimator, KLReduction
+from aligner.config.ppo import KLEstimator, KLReduction
 from aligner.ops.masks import clean, same_shapes
 
 

@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from aligner.config.groups import RewardScale
+from aligner.config.ppo import RewardScale
 
 MIN_STD = 1e-4
 """Smallest deviation that is divided by: scores that are all alike become 0 and are not blown up."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from aligner.config.groups import Truncation
+from aligner.config.ppo import Truncation
 
 
 def handle_truncation(
@@ -25,3 +25,10 @@ def handle_truncation(
     if truncation is Truncation.penalise:
         scores = torch.where(truncated, scores - penalty, scores)
     return scores, bootstrap, mask
+
+
+def soft_overlong_penalty(lengths: Tensor, *, whole: int, cache: int) -> Tensor:
+    """[B] float32, from 0 to -1: 0 for responses of up to whole - cache tokens, then falling linearly to -1 at `whole` and beyond (DAPO,
+    Yu et al. 2025, equation 13: there L_max and L_cache). lengths [B]: tokens of each response."""
+    assert 0 < cache <= whole, f"cache {cache} must be from 1 to whole {whole}"
+    return ((whole - cache - lengths).float() / cache).clamp(-1.0, 0.0)

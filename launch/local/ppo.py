@@ -2,10 +2,10 @@
 
     python launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic --actor-ranks 2 --actor parallel.pipeline=2
 
-Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. --reward-ranks starts a
-reward job too (reward.place=server), with the overrides after --reward and --both. A job that died (killed, or by an error that no
-setting explains) is started again, --restarts times at most each: the others wait for it, and the run goes on. The exit code is the
-actor's."""
+Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. Where the actor's settings ask
+for no critic job (a critic-free ppo.advantage, or critic.place=local) there is none. --reward-ranks starts a reward job too
+(reward.place=server), with the overrides after --reward and --both. A job that died (killed, or by an error that no setting explains) is
+started again, --restarts times at most each: the others wait for it, and the run goes on. The exit code is the actor's."""
 
 import argparse
 import contextlib
@@ -57,6 +57,16 @@ def command(script: str, ranks: int, config: str, overrides: list[str]) -> list[
         launcher += ["-m", "aligner.runtime.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
         launcher += ["--shutdown-timeout", str(SAVING)]
     return [*launcher, str(ROOT / script), "--config-name", config, *overrides]
+
+
+def wants_critic_job(config: str, overrides: list[str]) -> bool:
+    """Whether the actor's settings ask for a critic job. Raises ConfigError where they are wrong."""
+    sys.path.insert(0, str(ROOT))
+    from aligner.config.groups import CriticPlace
+    from aligner.config.jobs import ActorConfig
+    from aligner.config.load import load
+
+    return load(ActorConfig, ["--config-name", config, *overrides]).critic.place is CriticPlace.remote
 
 
 def training_share(cores: int, ranks: int) -> list[str]:
@@ -123,14 +133,22 @@ def kill(process: subprocess.Popen) -> None:
 
 def main() -> int:
     args = parse(sys.argv[1:])
+    try:
+        with_critic = wants_critic_job(args.actor_config, args.both + args.actor)
+    except ValueError as error:  # ConfigError: what the actor job would say
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSALS[0]
     jobs: list[Job] = []
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
-        both = training_share(len(os.sched_getaffinity(0)), args.actor_ranks + args.critic_ranks) + args.both
-        critic_command = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, both + args.critic)
+        ranks = args.actor_ranks + (args.critic_ranks if with_critic else 0)
+        both = training_share(len(os.sched_getaffinity(0)), ranks) + args.both
         actor_command = command("train_ppo_actor.py", args.actor_ranks, args.actor_config, both + args.actor)
-        planned = [Job("critic", critic_command, args.restarts, args.critic_log)]
+        planned = []
+        if with_critic:
+            critic = command("serve_ppo_critic.py", args.critic_ranks, args.critic_config, both + args.critic)
+            planned.append(Job("critic", critic, args.restarts, args.critic_log))
         if args.reward_ranks:  # if it fails for good, the actor ends with what it was told
             reward = command("serve_reward_model.py", args.reward_ranks, args.reward_config, both + args.reward)
             planned.append(Job("reward", reward, args.restarts, args.reward_log))
@@ -138,8 +156,8 @@ def main() -> int:
         for job in planned:
             job.start()
             jobs.append(job)
-        critic, *others, actor = jobs
-        return watch(actor=actor, critic=critic, others=others)
+        *others, actor = jobs
+        return watch(actor=actor, critic=others.pop(0) if with_critic else None, others=others)
     except KeyboardInterrupt:
         print("stopping: the step that runs is ended and saved first; Ctrl-C again ends it at once", file=sys.stderr)
         return interrupted(jobs)
@@ -164,14 +182,17 @@ def interrupted(jobs: list[Job]) -> int:
     return 130
 
 
-def watch(*, actor: Job, critic: Job, others: Sequence[Job] = ()) -> int:
-    """The actor's exit code, once it has ended for good and the critic with it. A critic that fails for good ends the actor too."""
+def watch(*, actor: Job, critic: Optional[Job], others: Sequence[Job] = ()) -> int:
+    """The actor's exit code, once it has ended for good and the critic with it, where there is one. A critic that fails for good ends the
+    actor too."""
     critic_failed_at = None
     while actor.code is None or actor.starts_again():
         time.sleep(0.2)
         for job in others:
             if job.code not in (None, 0):
                 job.starts_again()
+        if critic is None:
+            continue
         if critic_failed_at is not None:
             if time.monotonic() - critic_failed_at > GRACE:
                 return critic.code
@@ -180,8 +201,9 @@ def watch(*, actor: Job, critic: Job, others: Sequence[Job] = ()) -> int:
             critic.tell("the actor job ends too")
             if critic.code in REFUSALS:  # the actor would wait for it in vain
                 return critic.code
-    with contextlib.suppress(subprocess.TimeoutExpired):  # `stop` ends it then
-        critic.process.wait(GRACE if actor.code == 0 else 0.1)
+    if critic is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # `stop` ends it then
+            critic.process.wait(GRACE if actor.code == 0 else 0.1)
     return actor.code
 
 

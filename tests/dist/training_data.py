@@ -34,10 +34,10 @@ def rows(vocab: int = 200, seed: int = 3):
     return torch.where(at < lengths[:, None], tokens, 0), lengths, mask
 
 
-def policy_batch(seed: int = 3, *, weighted: bool = False):
+def policy_batch(seed: int = 3, *, weighted: bool = False, kl_coefficient: float = 0.0):
     """Old log-probs near those of a random model, so that some ratios are clipped and some are not; what is not masked is garbage.
 
-    weighted: with a weight from 0 to 2 for each token's loss."""
+    weighted: with a weight from 0 to 2 for each token's loss. kl_coefficient: above 0, with a KL penalty in the loss."""
     from aligner.models.policy import PolicyMiniBatch
 
     tokens, lengths, mask = rows(seed=seed)
@@ -45,6 +45,7 @@ def policy_batch(seed: int = 3, *, weighted: bool = False):
     old = -5.3 + 0.5 * torch.randn(ROWS, COLUMNS, generator=generator)
     advantages = torch.randn(ROWS, COLUMNS, generator=generator)
     weights = 2 * torch.rand(ROWS, COLUMNS, generator=generator)
+    reference = old + 0.3 * torch.randn(ROWS, COLUMNS, generator=generator)
     garbage = torch.full((ROWS, COLUMNS), float("nan"))
     return PolicyMiniBatch(
         tokens=tokens,
@@ -53,6 +54,8 @@ def policy_batch(seed: int = 3, *, weighted: bool = False):
         old_logprobs=torch.where(mask, old, garbage),
         advantages=torch.where(mask, advantages, garbage),
         weights=torch.where(mask, weights, garbage) if weighted else None,
+        reference_logprobs=torch.where(mask, reference, garbage) if kl_coefficient else None,
+        kl_coefficient=kl_coefficient,
     )
 
 

@@ -16,6 +16,7 @@ CARDS = {
 def profile(section) -> None:
     from aligner.config.groups import ModelConfig, OptimConfig
     from aligner.models.policy import Policy, PolicyLoss
+    from aligner.ops.policy_loss import Objective
     from aligner.parallel.device import peak_memory_bytes
     from aligner.parallel.startup import start
 
@@ -25,7 +26,7 @@ def profile(section) -> None:
         ModelConfig(str(folder)),
         OptimConfig(lr=1e-6),
         start(one_rank(), seed=1),
-        loss=PolicyLoss(entropy_bonus=0.01),
+        loss=PolicyLoss(objective=Objective(entropy_bonus=0.01)),
         micro_batch_size=16,
         reference=None,
     )

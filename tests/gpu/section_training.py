@@ -88,8 +88,9 @@ def numbers(checkpoint: Path, dtype: str) -> dict[str, Any]:
 
 def make_policy(model, optim, topology):
     from aligner.models.policy import Policy, PolicyLoss
+    from aligner.ops.policy_loss import Objective
 
-    loss = PolicyLoss(temperature=TEMPERATURE, clip=0.2, entropy_bonus=0.01)
+    loss = PolicyLoss(TEMPERATURE, Objective(entropy_bonus=0.01))
     return Policy(model, optim, topology, loss=loss, micro_batch_size=2, reference=None)
 
 

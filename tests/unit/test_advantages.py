@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.config.groups import Truncation
+from aligner.config.ppo import Truncation
 from aligner.ops.advantages import gae, monte_carlo_returns, reinforce_baseline
 from aligner.ops.truncation import handle_truncation
 

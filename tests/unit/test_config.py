@@ -11,9 +11,21 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.config import keys
-from aligner.config.groups import Advantage, CriticPlace, EngineKind, Resume, RewardKind, Schedule
+from aligner.config.groups import CriticPlace, EngineKind, Resume, RewardKind, RewardPlace, Schedule
+from aligner.config.implied import settled
 from aligner.config.jobs import JOBS, ActorConfig, CriticConfig, RewardTrainingConfig, SFTConfig
 from aligner.config.load import CONF, load, to_dict, to_yaml
+from aligner.config.ppo import (
+    Advantage,
+    Aggregate,
+    KLEstimator,
+    KLPlace,
+    KLReduction,
+    PolicyObjective,
+    ReferencePlace,
+    RewardScale,
+    Truncation,
+)
 from aligner.config.reward import RewardPart
 from aligner.config.validate import problems as cross_problems
 from aligner.runtime.errors import ConfigError
@@ -61,7 +73,7 @@ def test_a_value_can_refer_to_another():
         ("ppo.clip=high", "ppo.clip='high' is not a number"),
         ("run.max_steps=1.5", "run.max_steps=1.5 is not an integer"),
         ("optim.distributed=maybe", "is not true or false"),
-        ("ppo.advantage=gea", "one of gae, reinforce_baseline (did you mean gae?)"),
+        ("ppo.advantage=gea", "one of gae, group_norm, dr_grpo, rloo, reinforce_baseline (did you mean gae?)"),
         ("ppo.clip=null", "ppo.clip=None is not a number"),
         ("run.seed=${nowhere.at_all}", "run.seed: Interpolation key 'nowhere.at_all' not found"),
         ("~ppo.clip", "cannot be deleted; ppo.clip=null makes one absent"),
@@ -95,10 +107,12 @@ def actor(**changed: object) -> ActorConfig:
         group, name = key.split("__")
         assert hasattr(getattr(config, group), name)
         setattr(getattr(config, group), name, value)
-    return config
+    return settled(config)
 
 
 NO_CRITIC = {"critic__place": CriticPlace.none}
+FREE = {"ppo__advantage": Advantage.reinforce_baseline}
+GROUPED = {"ppo__advantage": Advantage.group_norm, "ppo__samples_per_prompt": 8}
 
 
 def test_settings_that_fit_have_no_problems():
@@ -109,10 +123,40 @@ def test_settings_that_fit_have_no_problems():
     ("changed", "says"),
     [
         ({"ppo__mini_batch_size": 96}, "128 samples a step, which is no multiple of ppo.mini_batch_size=96"),
-        (NO_CRITIC, "ppo.advantage=gae needs a critic"),
-        (NO_CRITIC, "critic.place=none leaves nobody to score"),
-        ({**NO_CRITIC, "ppo__advantage": Advantage.reinforce_baseline}, "ppo.truncation=bootstrap needs a critic"),
+        (NO_CRITIC, "set ppo.advantage to one of group_norm, dr_grpo, rloo, reinforce_baseline"),
+        ({**NO_CRITIC, "reward__place": RewardPlace.critic}, "critic.place=none leaves nobody to score"),
+        ({**FREE, "ppo__truncation": Truncation.bootstrap}, "ppo.truncation=bootstrap needs a critic"),
         ({**NO_CRITIC, "reward__kind": RewardKind.model}, "reward.kind=model needs a job"),
+        ({"ppo__advantage": Advantage.rloo}, "ppo.advantage=rloo compares the responses to one prompt"),
+        ({**GROUPED, "ppo__gamma": 0.9}, "and ppo.gamma=0.9 discounts it by token"),
+        (
+            {**GROUPED, "ppo__reward_scale": RewardScale.group},
+            "takes off the mean that ppo.advantage=group_norm takes off",
+        ),
+        ({"ppo__dynamic_sampling": True}, "ppo.dynamic_sampling drops groups whose scores are all equal"),
+        (
+            {**GROUPED, "ppo__dynamic_sampling": True, "ppo__dynamic_sampling_max_prompts": 100},
+            "ppo.dynamic_sampling_max_prompts=100 must be at least ppo.rollout_batch_size=128",
+        ),
+        ({"ppo__kl_place": KLPlace.loss}, "has a gradient of 0 on average"),
+        (
+            {
+                "ppo__kl_place": KLPlace.loss,
+                "ppo__kl_reduction": KLReduction.sequence,
+                "ppo__kl_estimator": KLEstimator.k3,
+            },
+            "ppo.kl_reduction=sequence is of ppo.kl_place=reward",
+        ),
+        ({"ppo__reference": ReferencePlace.none}, "leaves nothing to measure the KL to"),
+        ({"ppo__dual_clip": 1.0}, "ppo.dual_clip=1 must be greater than 1"),
+        ({"ppo__dual_clip": 3.0, "ppo__loss": PolicyObjective.cispo}, "needs ppo.loss=clip, and it is cispo"),
+        (
+            {"ppo__loss": PolicyObjective.gspo, "ppo__aggregate": Aggregate.token},
+            "ppo.loss=gspo has one ratio a response",
+        ),
+        ({"ppo__clip_high": 0.0}, "ppo.clip_high=0.0 must be greater than 0"),
+        ({"ppo__overlong_cache": 600}, "ppo.overlong_cache=600 exceeds ppo.overlong_length=512"),
+        ({"ppo__overlong_cache": 60, "ppo__overlong_length": 600}, "ppo.overlong_length=600 is never reached"),
         ({**NO_CRITIC, "ppo__critic_warmup_steps": 2}, "ppo.critic_warmup_steps=2 needs a critic"),
         ({"optim__schedule": Schedule.cosine}, "needs optim.decay_steps (0) greater than optim.warmup_steps (0)"),
         ({"engine__tensor": 2}, "engine.tensor=2 needs engine.kind=trtllm"),
@@ -210,9 +254,48 @@ def test_lazy_refits_pass_with_their_correction():
     assert (config.refit.sync_every, config.ppo.importance_cap) == (4, 2.0)
 
 
-def test_a_critic_free_run_passes():
-    words = ["critic.place=none", "ppo.advantage=reinforce_baseline", "ppo.truncation=mask", "reward.place=actor"]
-    assert load(ActorConfig, [*GIVEN, *words]).ppo.advantage is Advantage.reinforce_baseline
+@pytest.mark.parametrize(
+    ("advantage", "whiten", "aggregate"),
+    [
+        ("group_norm", False, Aggregate.sequence),
+        ("dr_grpo", False, Aggregate.constant),
+        ("rloo", False, Aggregate.token),
+        ("reinforce_baseline", True, Aggregate.token),
+    ],
+)
+def test_a_critic_free_advantage_is_the_one_setting_that_a_run_without_a_critic_needs(advantage, whiten, aggregate):
+    config = load(ActorConfig, [*GIVEN, f"ppo.advantage={advantage}", "ppo.samples_per_prompt=4"])
+    assert (config.critic.place, config.reward.place) == (CriticPlace.none, RewardPlace.actor)
+    assert (config.ppo.truncation, config.ppo.whiten, config.ppo.aggregate) == (Truncation.ignore, whiten, aggregate)
+    assert config.ppo.constant_length == config.engine.max_output_len
+
+
+def test_with_gae_there_is_a_critic_job_that_scores():
+    config = load(ActorConfig, GIVEN)
+    assert (config.critic.place, config.reward.place) == (CriticPlace.remote, RewardPlace.critic)
+    assert (config.ppo.truncation, config.ppo.whiten, config.ppo.clip_high) == (Truncation.bootstrap, True, 0.2)
+    assert load(CriticConfig, ["model.checkpoint=there"], "ppo_critic").reward.place is RewardPlace.critic
+
+
+def test_what_is_given_is_not_implied():
+    words = [
+        "critic.place=local",
+        "ppo.whiten=true",
+        "ppo.aggregate=token",
+        "ppo.truncation=mask",
+        "ppo.clip_high=0.28",
+    ]
+    words += ["reward.place=actor", "ppo.constant_length=99"]
+    config = load(ActorConfig, [*GIVEN, "ppo.advantage=dr_grpo", "ppo.samples_per_prompt=4", *words])
+    assert (config.critic.place, config.reward.place) == (CriticPlace.local, RewardPlace.actor)
+    assert (config.ppo.whiten, config.ppo.aggregate, config.ppo.truncation) == (True, Aggregate.token, Truncation.mask)
+    assert (config.ppo.clip_high, config.ppo.constant_length) == (0.28, 99)
+
+
+@pytest.mark.parametrize(("loss", "aggregate"), [("gspo", Aggregate.sequence), ("cispo", Aggregate.token)])
+def test_a_loss_brings_its_aggregation(loss, aggregate):
+    words = [f"ppo.loss={loss}", "ppo.advantage=group_norm", "ppo.samples_per_prompt=4"]
+    assert load(ActorConfig, [*GIVEN, *words]).ppo.aggregate is aggregate
 
 
 @pytest.fixture
@@ -299,11 +382,13 @@ def shipped_settings(path: Path) -> dict[str, object]:
 
 def inherited_settings(path: Path) -> dict[str, object]:
     """Settings of the files that its defaults list names."""
-    entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
-    files = [
-        CONF / group / f"{name}.yaml" for entry in entries if isinstance(entry, dict) for group, name in entry.items()
-    ]
-    return {key: value for file in files for key, value in shipped_settings(file).items()}
+    found: dict[str, object] = {}
+    for entry in (yaml.safe_load(path.read_text()) or {}).get("defaults", []):
+        group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+        if name != "_self_":
+            file = CONF / group / f"{name}.yaml"
+            found |= inherited_settings(file) | shipped_settings(file)
+    return found
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONF)))

@@ -27,7 +27,7 @@ def test_the_page_names_every_key_once_a_group():
         for key in keys.docs(job):
             assert f"| `{key}` |" in text
     assert text.count("| `run.seed` |") == 1  # shared by both jobs
-    assert "one of gae, reinforce_baseline | `gae`" in text
+    assert "one of gae, group_norm, dr_grpo, rloo, reinforce_baseline | `gae`" in text
     assert "| `model.checkpoint` | text | required |" in text
 
 

@@ -20,7 +20,7 @@ def test_reads_are_recorded_in_any_process(tmp_path):
     file = tmp_path / "reads"
     file.touch()
     script = (
-        "from aligner.config.groups import PPOConfig, RunConfig\n"
+        "from aligner.config.groups import RunConfig\nfrom aligner.config.ppo import PPOConfig\n"
         "from aligner.config.load import to_yaml\n"
         "from aligner.runtime.run_folder import RunFolder\n"
         "import dataclasses, pickle\n"

@@ -5,7 +5,7 @@ import json
 
 from aligner.algorithms.critic_trust import CriticTrust
 from aligner.algorithms.trainer_state import TrainerState
-from aligner.config.groups import PPOConfig
+from aligner.config.ppo import PPOConfig
 from aligner.ops.reward_scaling import RunningMoments
 
 

@@ -8,7 +8,7 @@ import torch
 
 from aligner.algorithms.experience import Signals, build_experience
 from aligner.algorithms.schedule import mini_batches
-from aligner.config.groups import Advantage, PPOConfig, Truncation
+from aligner.config.ppo import Advantage, KLEstimator, KLPlace, PPOConfig, Truncation
 from aligner.data.batch import Completion, collate
 
 
@@ -34,7 +34,7 @@ def signals(rollouts, **changes):
     return Signals(**{**full, **changes})
 
 
-SETTINGS = PPOConfig(gamma=1.0, lam=1.0, whiten=False, kl_coefficient=0.1)
+SETTINGS = PPOConfig(gamma=1.0, lam=1.0, whiten=False, kl_coefficient=0.1, truncation=Truncation.bootstrap)
 
 
 def test_collate_orders_by_sample_id_and_pads_right(rollouts):
@@ -112,6 +112,83 @@ def test_critic_free_needs_no_values(rollouts):
     assert got.advantages[1, 3].item() == pytest.approx(0.5 - baseline)
     assert got.returns[0, 2:4].tolist() == [1.0, 1.0] and got.returns[1, 1:4].tolist() == [0.5] * 3
     assert "critic/explained_variance" not in got.metrics
+
+
+@pytest.fixture
+def groups():
+    """Two prompts with three responses each, of 2, 3, 1 and 1, 2, 4 tokens; the last one of the second was cut."""
+    lengths = [2, 3, 1, 1, 2, 4]
+    return collate(
+        [completion(12 + k, [7], [8] * n, "length" if n == 4 else "stop") for k, n in enumerate(lengths)], pad_id=0
+    )
+
+
+GROUPS = dataclasses.replace(SETTINGS, samples_per_prompt=3, truncation=Truncation.ignore)
+SCORES = torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 1.0])
+
+
+def first_advantages(groups, settings, **changes):
+    shape = groups.tokens.shape
+    given = {"logprobs": torch.full(shape, -1.0), "reference_logprobs": torch.full(shape, -1.5), "scores": SCORES}
+    given |= {"values": torch.zeros(shape), "bootstrap": torch.zeros(6), **changes}
+    found = build_experience(groups, Signals(**given), settings, settings.kl_coefficient)
+    assert torch.equal(found.advantages != 0, (found.advantages != 0) & found.mask)
+    return [row[mask].unique().tolist() for row, mask in zip(found.advantages, found.mask)], found
+
+
+def test_estimators_of_groups_by_hand(groups):
+    """KL 0.5 a token at 0.1: whole returns are 0.9, -0.15, 1.95 and 0.95, 0.9, 0.8; every token of a response has its advantage."""
+    settings = dataclasses.replace(GROUPS, advantage=Advantage.rloo)
+    found, experience = first_advantages(groups, settings)
+    expected = [0.9 - 0.9, -0.15 - 1.425, 1.95 - 0.375, 0.95 - 0.85, 0.9 - 0.875, 0.8 - 0.925]
+    assert [x for (x,) in found] == pytest.approx(expected, abs=1e-6)
+    assert experience.metrics["groups/equal"] == 0.5
+    found, _ = first_advantages(groups, dataclasses.replace(GROUPS, advantage=Advantage.dr_grpo, kl_coefficient=0.0))
+    assert [x for (x,) in found] == pytest.approx([0.0, -1.0, 1.0, 0.0, 0.0, 0.0], abs=1e-6)
+    found, _ = first_advantages(groups, dataclasses.replace(GROUPS, advantage=Advantage.group_norm, kl_coefficient=0.0))
+    assert [x for (x,) in found] == pytest.approx([0.0, -(1.5**0.5), 1.5**0.5, 0.0, 0.0, 0.0], abs=1e-6)
+
+
+def test_a_masked_response_leaves_its_group(groups):
+    """The cut one scored 7: the others of its group, 1 and 2, are compared with each other alone."""
+    settings = dataclasses.replace(GROUPS, advantage=Advantage.rloo, truncation=Truncation.mask, kl_coefficient=0.0)
+    found, _ = first_advantages(groups, settings, scores=torch.tensor([1.0, 0.0, 2.0, 1.0, 2.0, 7.0]))
+    assert found[3:] == [[-1.0], [1.0], []]
+
+
+def test_a_kl_in_the_loss_leaves_the_rewards_alone(groups):
+    settings = dataclasses.replace(
+        GROUPS, advantage=Advantage.dr_grpo, kl_place=KLPlace.loss, kl_estimator=KLEstimator.k3
+    )
+    found, experience = first_advantages(groups, settings)
+    assert [x for (x,) in found] == pytest.approx([0.0, -1.0, 1.0, 0.0, 0.0, 0.0], abs=1e-6)
+    assert experience.reference_logprobs[groups.mask].unique().tolist() == [-1.5]
+    assert experience.metrics["kl/mean"] == pytest.approx(0.5)
+    rewarded, other = first_advantages(groups, dataclasses.replace(settings, kl_place=KLPlace.reward))
+    assert rewarded != found and other.reference_logprobs is None
+
+
+def test_without_a_reference_there_is_no_kl(groups):
+    settings = dataclasses.replace(GROUPS, advantage=Advantage.dr_grpo, kl_coefficient=0.0)
+    _, experience = first_advantages(groups, settings, reference_logprobs=None)
+    assert not {"kl/mean", "kl/sequence"} & experience.metrics.keys() and (experience.kl == 0).all()
+
+
+def test_the_soft_overlong_penalty_by_hand(groups):
+    """Yu et al. 2025, equation 13 with L_max 4 and L_cache 2: lengths 2, 3, 1 and 1, 2, 4 pay 0, 1/2, 0 and 0, 0, 1 (times 0.2)."""
+    settings = dataclasses.replace(
+        GROUPS,
+        advantage=Advantage.dr_grpo,
+        kl_coefficient=0.0,
+        overlong_cache=2,
+        overlong_length=4,
+        overlong_penalty=0.2,
+    )
+    found, experience = first_advantages(groups, settings, scores=torch.zeros(6))
+    third = 0.1 / 3
+    assert [x for (x,) in found[:3]] == pytest.approx([third, -2 * third, third], abs=1e-6)
+    assert [x for (x,) in found[3:]] == pytest.approx([0.2 / 3, 0.2 / 3, -0.4 / 3], abs=1e-6)
+    assert experience.metrics["reward/mean"] == 0
 
 
 def test_mini_batches_are_a_partition_that_depends_on_seed_step_and_epoch_only():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aligner.ops.importance import drift, importance_weights
-from aligner.ops.policy_loss import ppo_clip_loss
+from tests.unit.test_policy_loss import ppo_clip_loss
 
 NAN = float("nan")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.config.groups import KLEstimator, KLReduction
+from aligner.config.ppo import KLEstimator, KLReduction
 from aligner.ops.kl import AdaptiveKL, kl_per_token, last_true, rewards_with_kl
 
 NAN = float("nan")

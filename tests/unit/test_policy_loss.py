@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.ops.policy_loss import ppo_clip_loss
+from aligner.ops.policy_loss import Objective, policy_loss
 
 NAN = float("nan")
+
+
+def ppo_clip_loss(logprobs, old_logprobs, advantages, mask, *, clip, denominator, entropy_bonus=0.0, **more):
+    """PPO's own objective, every token with the same share."""
+    objective = Objective(low=clip, high=clip, entropy_bonus=entropy_bonus)
+    shares = torch.full(mask.shape, 1 / max(float(denominator), 1))
+    return policy_loss(logprobs, old_logprobs, advantages, mask, objective=objective, shares=shares, **more)
 
 
 def case(seed=0, dtype=torch.float32):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.config.groups import RewardScale
+from aligner.config.ppo import RewardScale
 from aligner.ops.reward_scaling import RunningMoments, scale_scores
 
 ALL = torch.ones(4, dtype=torch.bool)
