@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence
 from tests.jobs.harness import REPO, Run
 from tests.slurm.cluster import Cluster
 
-DEADLINE = 240.0  # seconds for anything to come; a machine that is idle needs a tenth of it
+DEADLINE = 400.0  # seconds for anything to come; a machine that is idle needs a tenth of it
 # Looks and waits of launch/slurm in seconds instead of minutes.
 FAST = {"ALIGNER_PEER_POLL": "2", "ALIGNER_PEER_WAIT": "60", "ALIGNER_END_WAIT": "10"}
 

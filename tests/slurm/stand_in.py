@@ -2,7 +2,8 @@
 
 Started as `python` by the batch scripts, with an entry script and its overrides. Each start is a line of RUN/starts.jsonl. What it does
 then is told by the override play=A,B,...: the word for its first start, the second ... (the last one stays).
-A number: end with that exit code. killed: SIGKILL. serve: until it is told to stop. saves: the same, and leave a new checkpoint."""
+A number: end with that exit code. killed: SIGKILL. serve: until it is told to stop. saves: the same, and leave a new checkpoint. deaf: do
+not stop."""
 
 import json
 import os
@@ -37,8 +38,8 @@ def play(word: str, start: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if word.isdecimal():
         return int(word)
-    until = time.monotonic() + 300
-    while not stop.stopping and time.monotonic() < until:
+    until = time.monotonic() + float(os.environ.get("STAND_IN_SECONDS", "300"))
+    while (not stop.stopping or word == "deaf") and time.monotonic() < until:
         time.sleep(0.05)
     if word == "saves":
         marker = run / "checkpoints" / f"step_{start:06d}" / "COMMITTED"

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -78,7 +79,12 @@ def test_signals_requeue_and_chains(submitter, cluster):
         "submit_ppo.sh", "chain", "--chain", "4", "--actor", "play=saves,0", "--critic", "play=serve,serve"
     )
     stalls = submitter.played("submit_job.sh", "stalls", "train_ppo_actor.py", "play=85", ALIGNER_STALLS="1")
+    deaf = submitter.played(
+        *("submit_job.sh", "deaf", "--signal-before", "30"), "train_ppo_actor.py", "play=deaf,0", "late=x y"
+    )
 
+    deaf.until(lambda: len(deaf.starts) == 1)
+    deaf.signal("job", "USR1")
     both.until(lambda: len(both.starts) == 2)
     both.signal("critic", "USR1"), both.signal("actor", "USR1")
     chain.until(lambda: len(chain.starts) == 2)
@@ -101,6 +107,9 @@ def test_signals_requeue_and_chains(submitter, cluster):
     assert [cluster.states()[job] for job in chain.every[:2]] == ["FAILED"] * 2  # 85, without a requeue
     chain.until(lambda: [cluster.states()[job] for job in chain.every[2:4]] == ["COMPLETED"] * 2)
     assert chain.started("train_ppo_actor") == 2 and cluster.job(chain.every[0])["Restarts"] == "0"
+
+    deaf.end()
+    assert deaf.started("train_ppo_actor") == 2 and "nothing was saved within 10 s of the signal" in deaf.log("job")
 
     stalls.end(job="FAILED")
     assert "error: requeued 1 times without a new checkpoint (newest: none)" in stalls.log("job")
@@ -129,6 +138,26 @@ def test_cancelled_ended_and_gone(submitter, cluster):
     stopped.end()
     assert "requeueing" not in stopped.log("actor") + stopped.log("critic")
     assert all(submitted.started("train_ppo_actor") == 1 for submitted in (actor, critic, stopped))
+
+
+def test_parts_of_one_job(submitter, cluster):
+    """As heterogeneous jobs: a part that died comes back beside the others, one that was refused ends them, a signal reaches all."""
+    how = ("--together", "--critic-tasks-per-node", "2")
+    died = submitter.played("submit_ppo.sh", "died", *how, "--actor", "play=saves,0", "--critic", "play=killed,serve")
+    refused = submitter.played("submit_ppo.sh", "refused", *how, "--actor", "play=serve", "--critic", "play=4")
+    cancelled = submitter.played("submit_ppo.sh", "cancelled", *how, "--actor", "play=serve", "--critic", "play=serve")
+    cancelled.until(lambda: len(cancelled.starts) == 3)
+    cancelled.cancel("together")
+    died.until(lambda: died.started("serve_ppo_critic") == 2 and died.started("train_ppo_actor") == 1)
+    died.signal("together", "USR1")
+    refused.end(together="FAILED")
+    assert cluster.job(refused.jobs["together"])["ExitCode"] == "4:0"
+    assert "the critic failed for good: the actor ends too" in refused.log("together")
+    died.end()
+    assert died.started("train_ppo_actor") == 2 and died.started("serve_ppo_critic") == 3
+    assert cluster.job(died.jobs["together"])["Restarts"] == "1"
+    cancelled.end(together="CANCELLED")
+    assert cancelled.started("train_ppo_actor") == 1
 
 
 def test_nodes_are_given_back_while_the_other_job_waits(submitter, cluster):
@@ -161,9 +190,38 @@ def test_a_half_that_is_refused_leaves_nothing(submitter, cluster):
 @pytest.mark.slurm
 def test_a_real_time_limit(submitter, cluster):
     """Slurm counts in minutes, and sends the signal up to one early."""
-    submitted = submitter.played(
-        *("submit_job.sh", "minutes", "--time", "2", "--signal-before", "40"), "train_ppo_actor.py", "play=saves,0"
-    )
+    limit = ("--time", "2", "--signal-before", "40")
+    single = submitter.played("submit_job.sh", "minutes", *limit, "train_ppo_actor.py", "play=saves,0")
+    plays = ("--actor", "play=saves,0", "--critic", "play=serve")
+    together = submitter.played("submit_ppo.sh", "together", "--together", *limit, *plays)
+    for submitted, name in ((single, "job"), (together, "together")):
+        submitted.end()
+        assert submitted.started("train_ppo_actor") == 2 and cluster.job(submitted.jobs[name])["Restarts"] == "1"
+        assert "told to stop (limit)" in submitted.log(name)
+
+
+@pytest.mark.slurm
+def test_a_signal_before_there_are_ranks(submitter, cluster):
+    """srun dies of a signal that comes before it has started them: the job is requeued all the same."""
+    how = ("train_ppo_actor.py", "play=saves")
+    early = [submitter.played("submit_job.sh", f"early{i}", *how, STAND_IN_SECONDS="15") for i in range(4)]
+    for i, submitted in enumerate(early):
+        submitted.until_state("job", "RUNNING")
+        submitted.until(lambda s=submitted: (submitter.runs / s.run.path.name / "slurm").exists())
+        time.sleep(0.05 * i)
+        submitted.signal("job", "USR1")
+    for submitted in early:
+        submitted.end()
+        assert cluster.job(submitted.jobs["job"])["Restarts"] == "1", submitted.tail()
+
+
+@pytest.mark.slurm
+def test_one_job_is_preempted(submitter, cluster):
+    """Of a heterogeneous job one part's node is taken: all parts are requeued."""
+    plays = ("--actor", "play=saves,0", "--critic", "play=serve")
+    places = ("--critic-sbatch-arg=-wnode1", "--actor-sbatch-arg=-wnode2")
+    submitted = submitter.played("submit_ppo.sh", "preempted", "--together", *places, *plays)
+    submitted.until(lambda: len(submitted.starts) == 2)
+    cluster.run("sbatch", "-phigh", "-wnode2", "--exclusive", "-o/dev/null", "--wrap=sleep 30")
     submitted.end()
-    assert submitted.started("train_ppo_actor") == 2 and cluster.job(submitted.jobs["job"])["Restarts"] == "1"
-    assert "told to stop (limit)" in submitted.log("job")
+    assert cluster.job(submitted.jobs["together"])["Restarts"] == "1"
