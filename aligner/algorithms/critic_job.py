@@ -18,6 +18,8 @@ from aligner.config.groups import RewardConfig, RewardKind, RewardPlace, ValueNo
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
+from aligner.data.tokenizer import Tokenizer
+from aligner.models.checkpoint_folder import TOKENIZER
 from aligner.models.critic import CriticMiniBatch, CriticModel
 from aligner.models.reward_model import RewardModel
 from aligner.models.trainable import Saving
@@ -25,6 +27,7 @@ from aligner.parallel.collectives import gather_objects
 from aligner.parallel.device import computing_with
 from aligner.rewards.source import build_reward
 from aligner.runtime import faults
+from aligner.runtime.errors import UserError
 from aligner.serving.backend import Refused
 from aligner.serving.hello import NO_REWARD
 
@@ -190,9 +193,20 @@ def build_reward_model(config: CriticConfig | RewardServerConfig, job: Job) -> O
     reward = config.reward
     if reward.kind is not RewardKind.model:
         return None
+    refuse_other_tokenizer(reward.checkpoint, job.tokenizer)
     model = replace(config.model, checkpoint=reward.checkpoint, num_layers=None)
     cut = {"micro_batch_size": reward.micro_batch_size, "micro_batch_tokens": reward.micro_batch_tokens}
     return RewardModel(model, job.topology, standardise=reward.standardise, **cut)
+
+
+def refuse_other_tokenizer(checkpoint: str, tokenizer: Tokenizer) -> None:
+    """A reward model is given the policy's token ids. Raises UserError where its own tokenizer, if its folder has one, is another."""
+    own = Path(checkpoint) / TOKENIZER
+    if own.is_dir() and Tokenizer(own).fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"reward.checkpoint={checkpoint} has another tokenizer than model.checkpoint ({tokenizer.folder}): it would score ids that "
+            "mean something else; take a reward model of the same tokenizer, or serve it as reward.kind=http, which is given texts"
+        )
 
 
 def actor_contract(config: ActorConfig, job: Job) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Preferences as token ids: exactly those that a rollout of the same response has when it is scored (prompt, response, end of turn)."""
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Optional
 
@@ -12,6 +13,8 @@ from aligner.data.batch import padded_length
 from aligner.data.preferences import Responses, read_preferences
 from aligner.data.rows import Rows, limit_rows, load_rows
 from aligner.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,17 @@ def load_preferences(
             cut=None,
         )
 
-    return load_rows(data, read=read, key=lambda row: row.asked, limit=limit, max_held_out=max_held_out)
+    rows = load_rows(data, read=read, key=lambda row: row.asked, limit=limit, max_held_out=max_held_out)
+    asked = {row.asked for row in rows.train}
+    if seen := sum(row.asked in asked for row in rows.held_out):
+        log.warning(
+            "%d of %d held-out rows have prompts that are trained on too: accuracy flatters", seen, len(rows.held_out)
+        )
+    if not rows.held_out:
+        log.warning(
+            "no row is held out: there will be no accuracy and no size of the scores; set data.holdout or data.validation"
+        )
+    return rows
 
 
 def padded_rows(ids: list[list[int]], *, pad_id: int, tensor_parallel: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,6 @@ A line is one of
 A prompt is a text (`prompt`) or a conversation (`messages`) that ends with the user's turn. A response is a text, or a list of messages:
 the assistant's alone, or a whole conversation, whose turns before the last are the prompt then (and are the same in all responses)."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -17,6 +16,7 @@ from typing import Any, Optional
 from aligner.config.preference import Objective
 from aligner.data.jsonl import kind, messages_of, read_jsonl, text_of
 
+LARGEST = 3.4e38
 Messages = list[dict[str, str]]
 KINDS = {"pair": ("chosen", "rejected"), "ranking": ("responses",), "attributes": ("attributes",)}
 FITS = {Objective.regression: ("attributes",)}  # objective -> kinds of lines, where not those of comparisons
@@ -124,7 +124,9 @@ def _ranking(value: dict[str, Any]):
         raise ValueError(f"`ranks` must be {len(responses)} whole numbers, one a response, got {ranks!r}")
     if len(set(ranks)) == 1:
         raise ValueError(f"`ranks` are all {ranks[0]}: no response is better than another")
-    return {f"responses[{i}]": r for i, r in enumerate(responses)}, ranks, [0.0] * len(ranks), None
+    places = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
+    texts = {f"responses[{i}]": response for i, response in enumerate(responses)}
+    return texts, [places[rank] for rank in ranks], [0.0] * len(ranks), None
 
 
 def _attributes(value: dict[str, Any]):
@@ -147,8 +149,8 @@ def _refuse_others(value: dict[str, Any], name: str, others: tuple[str, ...]) ->
 def _number(value: Any, name: str) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"`{name}` is a JSON {kind(value)}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"`{name}` is no finite number")
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"`{name}` is no number that float32 holds")
     return float(value)
 
 

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from aligner.algorithms.critic_job import CriticJob
+from aligner.algorithms.critic_job import CriticJob, refuse_other_tokenizer
 from aligner.config.jobs import CriticConfig
 from aligner.data.batch import CriticBatch
+from aligner.data.tokenizer import Tokenizer
+from aligner.runtime.errors import UserError
 from aligner.serving.backend import Refused
+from tests.unit.tiny_tokenizer import write_tokenizer
 
 
 class ScriptedCritic:
@@ -75,3 +78,14 @@ def test_a_critic_that_never_trained_is_not_loaded_again(tmp_path):
     assert served.step == 7
     with pytest.raises(ValueError, match="step 7, not of step 6"):
         served.restore(6, tmp_path)
+
+
+def test_a_reward_model_of_another_tokenizer_is_refused(tmp_path):
+    """Of the same ids, or without a tokenizer beside it, it is not."""
+    policys = Tokenizer(write_tokenizer(tmp_path / "policy"))
+    write_tokenizer(tmp_path / "same" / "tokenizer")
+    write_tokenizer(tmp_path / "other" / "tokenizer", specials=("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
+    for name in ("same", "without"):
+        refuse_other_tokenizer(str(tmp_path / name), policys)
+    with pytest.raises(UserError, match="other has another tokenizer than model.checkpoint"):
+        refuse_other_tokenizer(str(tmp_path / "other"), policys)

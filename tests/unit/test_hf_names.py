@@ -1,5 +1,7 @@
 """Names and shapes of Hugging Face tensors against transformers' own models, and the split of each over tensor-parallel ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from aligner.models.hf_mapping import (
     to_megatron,
 )
 from aligner.models.model_config import padded, read_model_config, write_model_config
+from aligner.models.reward_head import RewardHead
 from aligner.models.rope import llama3_frequencies
 from tests.dist.tiny import tiny_hf, weights_of
 
@@ -84,6 +87,18 @@ def test_config_and_yaml_round_trips(family, tied, scaling, tmp_path):
     assert shape_of(config_of(score, dtype="float32", special={})) == score
     write_model_config(shape, tmp_path)
     assert read_model_config(tmp_path) == shape
+
+
+def test_a_reward_models_attributes_are_a_classifiers_labels():
+    """In one direction: weights by which to add them up are not in a config.json."""
+    shape = replace(
+        tiny_hf("llama", tied=False)[1].with_head("score"), reward=RewardHead(("help", "brief"), (1.0, -0.5))
+    )
+    config = config_of(shape, dtype="float32", special={})
+    assert config["id2label"] == {"0": "help", "1": "brief"} and config["label2id"] == {"help": 0, "brief": 1}
+    assert hf_shape("score.weight", shape) == (2, 64)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification with 2 labels is not supported"):
+        shape_of(config)
 
 
 @pytest.mark.parametrize(

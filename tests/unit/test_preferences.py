@@ -58,11 +58,11 @@ def test_rankings_and_margins(tmp_path):
     lines = [
         {**PAIR, "margin": 0.5},
         {"prompt": "a", "responses": ["x", "y", "z"]},
-        {"prompt": "a", "responses": ["x", "y", "z"], "ranks": [3, 1, 1]},
+        {"prompt": "a", "responses": ["x", "y", "z"], "ranks": [10**30, -5, -5]},
     ]
     pair, ordered, ranked = read(tmp_path, *lines)
     assert pair.margins == [0.5, 0.0]
-    assert (ordered.ranks, ranked.ranks, ranked.texts) == ([0, 1, 2], [3, 1, 1], ["x", "y", "z"])
+    assert (ordered.ranks, ranked.ranks, ranked.texts) == ([0, 1, 2], [1, 0, 0], ["x", "y", "z"])
     assert ranked.origin.endswith("preferences.jsonl:3")
 
 
@@ -94,7 +94,11 @@ def test_attributes(tmp_path):
         ({**PAIR, "margin": "big"}, "`margin` is a JSON string, not a number"),
         ({**PAIR, "margin": -1}, "`margin` is -1: it must not be negative"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}', "holds NaN, which is not JSON"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e999}', "`margin` is no finite number"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e999}',
+            "`margin` is no number that float32 holds",
+        ),
+        ({**PAIR, "margin": 10**400}, "`margin` is no number that float32 holds"),
         ({**PAIR, "margin": True}, "`margin` is a JSON boolean, not a number"),
         ({**PAIR, "ranks": [1, 2]}, "is a line of pair, which has no `ranks`"),
         ({"chosen": "a", "rejected": "b"}, "`chosen` is a text, and there is no `prompt`"),
@@ -253,6 +257,15 @@ def test_prompts_are_held_out_and_not_pairs(tmp_path, tokenizer):
     train, held = ({row.asked for row in side} for side in (rows.train, rows.held_out))
     assert train and held and not train & held and len(train | held) == 30
     assert len(rows.train) == 3 * len(train) and len(rows.held_out) == 3 * len(held)
+
+
+def test_prompts_on_both_sides_are_told(tmp_path, tokenizer, caplog):
+    path = written(tmp_path, PAIR, {**PAIR, "prompt": "3 + 3"})
+    other = tmp_path / "held_out.jsonl"
+    other.write_text(json.dumps({**PAIR, "rejected": "6"}) + "\n")
+    assert len(load(path, tokenizer, validation=str(other)).held_out) == 1
+    assert "1 of 1 held-out rows have prompts that are trained on too" in caplog.text
+    assert load(path, tokenizer).held_out == [] and "no row is held out" in caplog.text
 
 
 def test_long_rows_are_dropped_or_refused_by_their_longest_response(tmp_path, tokenizer):
