@@ -5,25 +5,22 @@ from typing import Optional
 
 from aligner.rewards.answers import NUMBER
 
-BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# the start of a box, a brace, or a sign that is no brace: \{, \}, \\
+BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 # a fraction of whole numbers is one answer, also a mixed one (2 1/2), and so is a number with its percent sign
 LAST = re.compile(rf"{NUMBER.pattern}(?:(?: [0-9]+)?\s*/\s*[0-9]+(?![0-9.]))?(?:\s*\\?%)?")
 
 
 def last_boxed(text: str) -> Optional[str]:
     """What the last \\boxed{...} (or \\fbox) whose braces are balanced holds, other braces inside included; None where there is none."""
-    for start in reversed([found.end() for found in BOXED.finditer(text)]):
-        depth, escaped = 1, False
-        for at in range(start, len(text)):
-            if escaped:
-                escaped = False
-            elif text[at] == "\\":
-                escaped = True  # \{ and \} are signs, not groups
-            elif text[at] in "{}":
-                depth += 1 if text[at] == "{" else -1
-                if not depth:
-                    return text[start:at].strip()
-    return None
+    open_: list[Optional[int]] = []  # where each brace that is open starts its box; None for a group of another kind
+    best: Optional[tuple[int, int]] = None
+    for sign in BRACES.finditer(text):
+        if sign.group(1) or sign.group() == "{":
+            open_.append(sign.end() if sign.group(1) else None)
+        elif sign.group() == "}" and open_ and (start := open_.pop()) is not None and (best is None or start > best[0]):
+            best = start, sign.start()
+    return None if best is None else text[best[0] : best[1]].strip()
 
 
 def after_hashes(text: str) -> Optional[str]:

@@ -101,6 +101,9 @@ def test_equality_is_exact(right, given, same):
         ("\\boxed{5", None),
         ("boxed{5}", None),
         ("\\boxed{}", ""),
+        ("a } b { \\boxed{6} {", "6"),
+        ("\\boxed{a \\\\} b}", "a \\\\"),  # a line break, then the end of the box
+        ("\\boxed{" * 50_000 + "8}", "8"),  # a model that repeats itself: one pass over the text
         ("", None),
     ],
 )
