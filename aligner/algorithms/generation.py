@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.agreement import on_all
+from aligner.algorithms.dynamic_sampling import Refill, Scored
 from aligner.config.groups import SamplingConfig, ValidationConfig
 from aligner.data.batch import Completion, CriticRows, Request, Rollouts, Sample, Score, ScoreRow, collate
 from aligner.data.interfaces import Critic, RewardSource, RolloutEngine
@@ -32,9 +34,17 @@ class Pending:
 
     def __init__(self) -> None:
         self.chunks: list[tuple[list[int], Optional[Future], Optional[Future]]] = []
+        self.ended: dict[int, bool] = {}  # sample_id -> whether it ended by itself
+        self.stops: dict[int, tuple[str, ...]] = {}  # sample_id -> stop strings of its request
 
-    def add(self, sample_ids: list[int], critic: Optional[Future], reward: Optional[Future]) -> None:
-        self.chunks.append((sample_ids, critic, reward))
+    def add(self, chunk: list[Completion], critic: Optional[Future], reward: Optional[Future]) -> None:
+        self.chunks.append(([c.sample_id for c in chunk], critic, reward))
+        self.ended |= {c.sample_id: c.finish_reason == "stop" for c in chunk}
+
+    def scored(self, deadline: float) -> dict[int, Scored]:
+        """What was asked so far, awaited. Raises as `local` does."""
+        found = self.local(deadline)
+        return {sample_id: Scored(score.value, self.ended[sample_id]) for sample_id, (score, _, _) in found.items()}
 
     def local(self, deadline: float) -> dict[int, tuple[Score, np.ndarray, float]]:
         """sample_id -> (score, values of the row, bootstrap). Raises RuntimeError naming the sample whose scoring failed."""
@@ -77,41 +87,71 @@ class Generation:
         self.on_progress: Callable[[str], None] = lambda text: None  # told in words how far this rank's share is
 
     def run(
-        self, requests: list[Request], samples: dict[int, Sample], *, critic_step: Optional[int]
+        self,
+        requests: list[Request],
+        samples: dict[int, Sample],
+        *,
+        critic_step: Optional[int],
+        refill: Refill = None,
     ) -> tuple[Rollouts, Pending]:
         """Generate the world's `requests` (each rank its own share) and return all of them on every rank, with the answers under way.
 
         samples: sample_id -> its prompt's Sample. critic_step: values are those of the critic after this step; None where only scores
-        are wanted (validation)."""
-        samples = {r.sample_id: with_stops(samples[r.sample_id], r.stop_strings) for r in requests}
-        pending = Pending()
-        finished = on_all(lambda: self._generate(self._share(requests), samples, pending, critic_step), self.topology)
+        are wanted (validation). refill: told the scores so far, what else is to be generated; it adds the prompts to `samples`. One rank
+        alone asks it while others still run, several between rounds, since all have to know all scores."""
+        pending, finished = Pending(), []
+        alone = self.topology.world_size == 1
+        while requests:
+            work = partial(self._generate, self._share(requests), samples, pending, critic_step)
+            finished += on_all(partial(work, refill if alone else None), self.topology)
+            requests = [] if refill is None else refill(self._all_scores(pending))
         everyone = gather_objects(finished, self.topology.cpu_group)
         rollouts = collate(
             [c for rank in everyone for c in rank], pad_id=self.pad_id, tensor_parallel=self.topology.tensor
         )
         return rollouts, pending
 
+    def _all_scores(self, pending: Pending) -> dict[int, Scored]:
+        """Of every rank, on every rank."""
+        mine = on_all(lambda: pending.scored(self.answer_deadline), self.topology)
+        return {i: scored for part in gather_objects(mine, self.topology.cpu_group) for i, scored in part.items()}
+
     def _generate(
-        self, mine: list[Request], samples: dict[int, Sample], pending: Pending, critic_step: Optional[int]
+        self,
+        mine: list[Request],
+        samples: dict[int, Sample],
+        pending: Pending,
+        critic_step: Optional[int],
+        refill: Refill,
     ) -> list[Completion]:
-        """This rank's share, on this rank alone: no collectives."""
-        self.engine.submit(mine)
+        """This rank's share, on this rank alone: no collectives. refill is asked whenever half of what ran has finished: at points that
+        depend on the responses alone, not on how long a score takes."""
+        self._submit(mine, pending)
         waiting: list[Completion] = []
         finished: list[Completion] = []
-        began = time.monotonic()
-        while len(finished) < len(mine):
+        began, asked, running = time.monotonic(), len(mine), len(mine)
+        while len(finished) < asked:
             done = self.engine.completed(timeout=self.answer_deadline)
             if not done:
-                progress = f"{len(finished)} of {len(mine)} done"
+                progress = f"{len(finished)} of {asked} done"
                 raise RuntimeError(f"the rollout engine finished nothing in {self.answer_deadline:.0f} s ({progress})")
             finished += done
             waiting += done
-            self.on_progress(progress_text(finished, len(mine), time.monotonic() - began))
-            while len(waiting) >= self.chunk_size or (waiting and len(finished) == len(mine)):
+            self.on_progress(progress_text(finished, asked, time.monotonic() - began))
+            left = asked - len(finished)
+            decide = refill is not None and left <= running // 2
+            while len(waiting) >= self.chunk_size or (waiting and (decide or not left)):
                 self._ask(waiting[: self.chunk_size], samples, pending, critic_step)
                 waiting = waiting[self.chunk_size :]
+            if decide and (more := refill(pending.scored(self.answer_deadline))):
+                self._submit(more, pending)
+                asked += len(more)
+            running = asked - len(finished) if decide else running
         return finished
+
+    def _submit(self, requests: list[Request], pending: Pending) -> None:
+        pending.stops |= {r.sample_id: r.stop_strings for r in requests}
+        self.engine.submit(requests)
 
     def answers(self, pending: Pending, rollouts: Rollouts) -> Answers:
         """Await this rank's answers and gather everybody's. A failure on one rank raises on all."""
@@ -139,12 +179,12 @@ class Generation:
         self, chunk: list[Completion], samples: dict[int, Sample], pending: Pending, critic_step: Optional[int]
     ) -> None:
         chunk = sorted(chunk, key=lambda c: c.sample_id)
-        fields = [samples[c.sample_id].fields for c in chunk]
+        fields = [with_stops(samples[c.sample_id], pending.stops[c.sample_id]).fields for c in chunk]
         ask_critic = self.critic is not None and (critic_step is not None or self.reward is None)
         wire = [wire_fields(f) for f in fields]
         critic = self.critic.infer(_critic_rows(chunk, wire, self.pad_id, critic_step)) if ask_critic else None
         reward = self.reward.score(_score_rows(chunk, fields)) if self.reward is not None else None
-        pending.add([c.sample_id for c in chunk], critic, reward)
+        pending.add(chunk, critic, reward)
 
 
 def progress_text(finished: list[Completion], total: int, seconds: float) -> str:

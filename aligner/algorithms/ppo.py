@@ -8,6 +8,7 @@ from typing import Callable, Iterator, Optional
 import torch
 
 from aligner.algorithms.agreement import on_all
+from aligner.algorithms.dynamic_sampling import DynamicSampling
 from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation, sampling_fields
@@ -18,7 +19,7 @@ from aligner.algorithms.trainer_state import TrainerState
 from aligner.algorithms.updates import train_in_turn
 from aligner.algorithms.validation import Validator
 from aligner.config.jobs import ActorConfig
-from aligner.config.ppo import ReferencePlace
+from aligner.config.ppo import ReferencePlace, Truncation
 from aligner.data.batch import Request, Rollouts, Sample
 from aligner.data.interfaces import Critic, RolloutEngine
 from aligner.data.sampler import PromptSampler
@@ -96,8 +97,11 @@ class PPOTrainer:
             self.enter_generation()
             self.sync.follow(self.state.weight_version)
         with phase("generate"):
-            samples = self.next_samples()
-            rollouts, pending = self.generation.run(self.requests(samples), samples, critic_step=step - 1)
+            groups = self.prompt_groups()
+            refill = groups.refill if self.ppo.dynamic_sampling else None
+            how = {"critic_step": step - 1, "refill": refill}
+            rollouts, pending = self.generation.run(groups.first(), groups.samples, **how)
+            rollouts = groups.kept(step, rollouts) if refill else rollouts
             rollouts.certificate = self.sync.certificate
             self.leave_generation()
         faults.reach("generated", step)
@@ -116,15 +120,15 @@ class PPOTrainer:
             critic_metrics = self.finish_critic_training(critic_update)
         self.drift_alarm.check(step, experience.metrics)
         faults.reach("trained", step)
-        self.advance(step, rollouts, experience)
+        self.advance(step, rollouts, experience, consumed=groups.consumed)
         stops = self.config.sampling.stop_strings
-        rows = sample_rows(rollouts, samples, answers.scores, self.tokenizer, experience, stops)
+        rows = sample_rows(rollouts, groups.samples, answers.scores, self.tokenizer, experience, stops)
         on_all(lambda: self.recorder.training_samples(step, rows), self.topology)
         with phase("validate"):
             validation = self.validate_when_due(step)
         parts = part_means("reward", answers.scores)
         metrics = {**parts, **experience.metrics, **policy_metrics, **critic_metrics, **validation, **self.counters()}
-        metrics["refit/overlapped_seconds"] = overlapped
+        metrics |= {"refit/overlapped_seconds": overlapped, **(groups.metrics() if refill else {})}
         self.end_step(step, metrics, tokens=int(rollouts.lengths.sum()))
 
     # Phases
@@ -143,10 +147,21 @@ class PPOTrainer:
         if self.config.optim.offload_during_generation:
             self.policy.restore_optimizer()
 
-    def next_samples(self) -> dict[int, Sample]:
-        """This step's prompts by sample_id = group_id * n + k, where group_id counts the prompts consumed."""
-        n, first = self.ppo.samples_per_prompt, self.state.prompts_consumed
-        chosen = self.sampler.take(first, self.ppo.rollout_batch_size)
+    def prompt_groups(self) -> DynamicSampling:
+        """This step's prompts; with ppo.dynamic_sampling those that are sampled further, too."""
+        return DynamicSampling(
+            self.next_samples,
+            self.requests,
+            wanted=self.ppo.rollout_batch_size,
+            most=self.ppo.dynamic_sampling_max_prompts,
+            samples_per_prompt=self.ppo.samples_per_prompt,
+            counts_truncated=self.ppo.truncation is not Truncation.mask,
+        )
+
+    def next_samples(self, after: int, prompts: int) -> dict[int, Sample]:
+        """So many prompts, `after` others of this step, by sample_id = group_id * n + k, where group_id counts the prompts consumed."""
+        n, first = self.ppo.samples_per_prompt, self.state.prompts_consumed + after
+        chosen = self.sampler.take(first, prompts)
         return {(first + i) * n + k: self.train_samples[row] for i, row in enumerate(chosen) for k in range(n)}
 
     def requests(self, samples: dict[int, Sample]) -> list[Request]:
@@ -250,9 +265,9 @@ class PPOTrainer:
 
     # Between steps
 
-    def advance(self, step: int, rollouts: Rollouts, experience: Experience) -> None:
+    def advance(self, step: int, rollouts: Rollouts, experience: Experience, *, consumed: int) -> None:
         self.state.step = step
-        self.state.prompts_consumed += self.ppo.rollout_batch_size
+        self.state.prompts_consumed += consumed
         # In critic warm-up the policy is the reference: a KL of 0 would only drive the coefficient down.
         if self.ppo.kl_target is not None and self.policy_trains(step):
             controller = AdaptiveKL(self.state.kl_coefficient, self.ppo.kl_target, self.ppo.kl_horizon)

@@ -2,8 +2,8 @@
 
     python launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic --actor-ranks 2 --actor parallel.pipeline=2
 
-Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. Where the actor's settings ask
-for no critic job (a critic-free ppo.advantage, or critic.place=local) there is none. --reward-ranks starts a reward job too
+Overrides after --actor go to train_ppo_actor.py, after --critic to serve_ppo_critic.py, after --both to both. Where the actor's settings
+ask for no critic job (a critic-free ppo.advantage, or critic.place=local) there is none. --reward-ranks starts a reward job too
 (reward.place=server), with the overrides after --reward and --both. A job that died (killed, or by an error that no setting explains) is
 started again, --restarts times at most each: the others wait for it, and the run goes on. The exit code is the actor's."""
 

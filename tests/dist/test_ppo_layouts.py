@@ -22,14 +22,28 @@ GRIDS = {
 }
 
 
+# Groups of two responses whose scores are often equal: a response counts where it has a digit. One more algorithm a step would show less.
+CRITIC_FREE = (
+    "ppo.advantage=group_norm",
+    "ppo.samples_per_prompt=2",
+    "ppo.rollout_batch_size=4",
+    "ppo.dynamic_sampling=true",
+    "ppo.loss=gspo",
+    "ppo.kl_place=loss",
+    "ppo.kl_estimator=k3",
+    "ppo.critic_warmup_steps=0",
+)
+
+
 def _body(rank, base, grids):
     for name, grid in grids.items():
         (topology,) = topologies(grid)
         _run(name, base, topology)
+        _run(f"{name}-critic-free", base, topology, *CRITIC_FREE)
 
 
-def _run(name, base, topology):
-    """Three steps on a grid; rank 0 writes the run's folder."""
+def _run(name, base, topology, *free):
+    """Three steps on a grid; rank 0 writes the run's folder. free: settings of a run without a critic."""
     from aligner.algorithms.assemble import Job, build_policy, build_trainer
     from aligner.algorithms.critic_job import build_critic_job
     from aligner.config.jobs import ActorConfig, CriticConfig
@@ -44,20 +58,23 @@ def _run(name, base, topology):
     both = [f"run.dir={base}", f"run.name={name}", f"model.checkpoint={model}", "model.dtype=float32"]
     both += ["tasks=chain_sum", "reward.place=actor"]
     actor = [*ACTOR_SETTINGS, "ppo.micro_batch_size=2", "checkpoint.at_end=false", "critic.infer_batch_size=64"]
-    config = load(ActorConfig, [*both, *actor])
+    config = load(ActorConfig, [*both, *actor, *free])
     tokenizer = Tokenizer(model / "tokenizer")
     stacks = Stacks(base / f"stacks-{name}-{topology.rank}")
     job = Job("actor", topology, RunFolder.of(config.run), checkpoint_shape(model), tokenizer, lock=None, stacks=stacks)
     if topology.is_reporter:
         job.folder.path.mkdir()
-    critic_settings = load(CriticConfig, [*both, *CRITIC_SETTINGS, "critic.micro_batch_size=2"], "ppo_critic")
-    critic = _on_the_actors_grid(build_critic_job(critic_settings, job), topology)
+    critic = None
+    if not free:
+        critic_settings = load(CriticConfig, [*both, *CRITIC_SETTINGS, "critic.micro_batch_size=2"], "ppo_critic")
+        critic = _on_the_actors_grid(build_critic_job(critic_settings, job), topology)
     limits = {key: getattr(config.engine, key) for key in ("max_batch_size", "max_input_len", "max_output_len")}
     engine = TorchEngine(job.shape, **limits, dtype=torch.float32)
-    parts = {"policy": build_policy(config, topology), "engine": engine, "critic": critic, "reward": _Digits()}
+    parts = {"policy": build_policy(config, topology), "engine": engine, "critic": critic, "reward": _Digits(any_digit=bool(free))}
     trainer = build_trainer(config, job, **parts, samples=_samples(tokenizer), resumed=None)
     # A served critic is asked by rank 0 alone; one on the same grid trains with all ranks.
-    trainer.start_critic_training = lambda step, experience: critic.train(step, experience.critic_batch())
+    if critic is not None:
+        trainer.start_critic_training = lambda step, experience: critic.train(step, experience.critic_batch())
     trainer.fit(resume_from=None)
     trainer.recorder.close()
 
@@ -84,13 +101,17 @@ def _on_the_actors_grid(backend, topology):
 
 
 class _Digits:
-    """A reward: the share of digits among a response's tokens."""
+    """A reward: the share of digits among a response's tokens, or whether there is any."""
+
+    def __init__(self, *, any_digit):
+        self.any_digit = any_digit
 
     def score(self, rows):
         from aligner.data.batch import Score
 
         done = Future()
         shares = [sum(19 <= token < 29 for token in row.response_ids) / 8 for row in rows]
+        shares = [float(share > 0) for share in shares] if self.any_digit else shares
         done.set_result([Score(share, {"ended": float(row.ended)}) for share, row in zip(shares, rows)])
         return done
 
@@ -119,6 +140,8 @@ def reference(tmp_path_factory):
     run = Run(base / "one")
     assert run.steps == [0, 1, 2, 3] and len(run.samples(3)) == 8
     assert len({sample["score"] for sample in run.samples(3)}) > 1, "a reward that is the same for all teaches nothing"
+    free = Run(base / "one-critic-free")
+    assert max(row["sampling/prompts"] for row in free.rows[1:]) > 4, "no group was replaced: this test shows nothing"
     return run, base
 
 
@@ -128,3 +151,4 @@ def test_three_steps_are_the_same_on_every_grid(reference, world):
     run_ranks(_body, world, base, GRIDS[world])
     for name in GRIDS[world]:
         assert_close(Run(base / name), expected)
+        assert_close(Run(base / f"{name}-critic-free"), Run(base / "one-critic-free"))

@@ -130,15 +130,16 @@ def test_the_report_needs_nothing_else(launched):
 
 
 def test_without_a_critic(jobs: Launcher, tmp_path):
-    """REINFORCE with a baseline on a user's prompts, two samples a prompt, at a temperature other than 1, one update a rollout."""
+    """GRPO on a user's prompts by the one setting that a run without a critic needs, two samples a prompt, groups of equal scores replaced,
+    at a temperature other than 1, one update a rollout."""
     data, reward = user_data(tmp_path, prompts=12)
     settings = (
-        "critic.place=none",
-        "ppo.advantage=reinforce_baseline",
-        "ppo.truncation=ignore",
+        "ppo.advantage=group_norm",
         "ppo.critic_warmup_steps=0",
-        "reward.place=actor",
         "ppo.samples_per_prompt=2",
+        "ppo.dynamic_sampling=true",
+        "ppo.kl_place=loss",
+        "ppo.kl_estimator=k3",
         "ppo.mini_batch_size=16",
         "sampling.temperature=0.7",
         "run.max_steps=2",
@@ -148,9 +149,20 @@ def test_without_a_critic(jobs: Launcher, tmp_path):
     for row in run.rows[1:]:
         assert row["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
         assert abs(row["policy/approximate_kl"]) < 1e-6 and row["drift/max"] < 1e-4
-        assert row["weight_version"] == row["step"]
+        assert row["weight_version"] == row["step"] and row["groups/equal"] == 0 < row["sampling/equal"]
+    assert not list((run.path / "endpoints").glob("*"))
+    consumed = 0
+    for row in run.rows[1:]:  # the prompts behind each other; what a step consumed is what it sampled
+        ids = [s["sample_id"] for s in run.samples(row["step"])]
+        assert len(set(ids)) == 16 and ids == sorted(ids)
+        assert 2 * consumed <= ids[0] and ids[-1] == 2 * (consumed + row["sampling/prompts"]) - 1
+        consumed += row["sampling/prompts"]
+        assert row["prompts_consumed"] == consumed
     samples = run.samples(1)
-    assert [s["sample_id"] for s in samples] == list(range(16))
+    assert all(a["score"] != b["score"] for a, b in zip(samples[::2], samples[1::2]))
+    for a, b in zip(samples[::2], samples[1::2]):  # of two, the better one is one deviation above their mean
+        assert a["advantage_mean"] == pytest.approx(1.0 if a["score"] > b["score"] else -1.0, abs=1e-4)
+        assert a["advantage_min"] == a["advantage_max"] == pytest.approx(-b["advantage_min"], abs=1e-4)
     assert all(a["prompt"] == b["prompt"] for a, b in zip(samples[::2], samples[1::2]))
     assert any(a["response_ids"] != b["response_ids"] for a, b in zip(samples[::2], samples[1::2]))
     assert {s["origin"].partition(":")[0] for s in samples} == {f"{tmp_path}/train.jsonl"}
@@ -170,9 +182,7 @@ def test_a_reward_model_scores(jobs: Launcher, tiny_reward_model):
     budget = ("reward.micro_batch_tokens=40", "serving.metrics_port=0")
     scoring = jobs.start("serve_reward_model.py", *jobs.both("apart"), *scored, *budget, ranks=2)
     free = (
-        "critic.place=none",
         "ppo.advantage=reinforce_baseline",
-        "ppo.truncation=ignore",
         "ppo.critic_warmup_steps=0",
     )
     budget = ("ppo.micro_batch_tokens=50", "ppo.reward_scale=batch")

@@ -59,8 +59,7 @@ def test_prompts_that_cannot_be_read(jobs: Launcher, tmp_path):
     train = tmp_path / "train.jsonl"
     lines = train.read_text().splitlines()
     train.write_text("\n".join([lines[0], '{"prompt": 7}', lines[1], "{oops", lines[2]]))
-    alone = ("critic.place=none", "ppo.advantage=reinforce_baseline", "ppo.truncation=ignore", "reward.place=actor")
-    more = (*data, *reward, *alone, "ppo.critic_warmup_steps=0")
+    more = (*data, *reward, "ppo.advantage=reinforce_baseline", "ppo.critic_warmup_steps=0")
     job = jobs.actor("malformed", *more)
     assert_refused(job, ExitCode.CONFIGURATION, f"{train}:2", f"{train}:4", "2 of 5 lines")
     train.write_text("\n".join(lines))

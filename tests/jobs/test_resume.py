@@ -97,6 +97,27 @@ def test_both_jobs_killed(jobs: Launcher, tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dynamic_sampling_goes_on_where_it_was(jobs: Launcher, tmp_path, ranks):
+    """Steps consume as many prompts as it takes; without a critic job."""
+    data, reward = user_data(tmp_path, prompts=20)
+    settings = (
+        "ppo.advantage=rloo",
+        "ppo.samples_per_prompt=2",
+        "ppo.dynamic_sampling=true",
+        "ppo.critic_warmup_steps=0",
+    )
+    settings = (*data, *reward, *settings, "run.max_steps=4", "checkpoint.every=1", "validation.every=0")
+    jobs.actor("whole", *settings, ranks=ranks).finish()
+    killed = jobs.actor("broken", *settings, ranks=ranks, fault="trained:3")
+    assert -9 in killed.wait(), killed.tail()
+    jobs.actor("broken", *settings, ranks=ranks).finish()
+    consumed = [row["prompts_consumed"] for row in jobs.run("whole").rows]
+    assert any(b - a > 8 for a, b in zip(consumed, consumed[1:])), f"nothing was replaced: {consumed}"
+    assert_exact(jobs.run("broken"), jobs.run("whole"))
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("grid", [("parallel.tensor=2",), ("parallel.pipeline=2",), ()], ids=["tp2", "pp2", "dp2"])
 def test_into_another_grid(jobs: Launcher, tmp_path, grid):
     """Saved by one rank with the critic inside; continued on two ranks with a served critic on two."""

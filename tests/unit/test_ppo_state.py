@@ -48,10 +48,10 @@ def test_the_kl_coefficient_rests_in_critic_warmup():
     rollouts, experience = [None] * 10, SimpleNamespace(metrics={"kl/sequence": 0.0})
     found = []
     for step in (1, 2, 3):
-        loop.advance(step, rollouts, experience)
+        loop.advance(step, rollouts, experience, consumed=5)
         found.append(loop.state.kl_coefficient)
     assert found == pytest.approx([0.1, 0.1, 0.1 * (1 - 0.2 * 10 / 100)])
-    assert loop.state.prompts_consumed == 3 * loop.ppo.rollout_batch_size
+    assert loop.state.prompts_consumed == 3 * 5
 
 
 def test_a_pair_is_saved_with_its_own_validation_or_none(monkeypatch):
