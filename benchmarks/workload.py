@@ -55,6 +55,16 @@ def worker_arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def grpo_arguments(description: str) -> argparse.ArgumentParser:
+    """What grpo_step.py gives either side's process."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("policy", "prompts"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("rows", "group", "prompt", "response", "micro-batch", "steps", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    return parser
+
+
 def prepare(name: str, shape: Shape, model: Path | None) -> Workload:
     """Make what is not there yet under .cache/benchmarks. model: a Hugging Face folder; None takes the shape's own."""
     if model is None and name == "smollm2":

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from aligner.config.groups import CriticPlace
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardTrainingConfig
 from aligner.config.load import load
 from tests.jobs.harness import REPO, Launcher
@@ -136,6 +137,26 @@ def test_the_settings_of_gsm8k_are_those_of_the_job(benchmark_module, monkeypatc
     assert (config.run.max_steps, config.parallel.threads, config.model.checkpoint) == (3, 2, str(tiny_model))
 
 
+def test_both_sides_of_grpo_take_the_arguments_that_they_are_given(benchmark_module, monkeypatch, tmp_path, tiny_model):
+    """And the settings of this side load: one update of all rows, no reference, a function that scores."""
+    grpo_step, workload = benchmark_module("grpo_step"), benchmark_module("workload")
+    monkeypatch.setattr(grpo_step, "trl_python", lambda trl: "python")
+    monkeypatch.setattr(grpo_step, "converted", lambda source, folder: tiny_model)
+    monkeypatch.setattr(grpo_step, "make_prompts", lambda policy, folder, shape: tmp_path / "prompts.jsonl")
+    (tmp_path / "prompts.jsonl").write_text("")
+    options = argparse.Namespace(steps=2, threads=1)
+    for side in grpo_step.sides(tmp_path, grpo_step.SHAPES["tiny"], options).values():
+        script, *given = side.command[1:]
+        assert (REPO / script).is_file()
+        read = workload.grpo_arguments("").parse_args([word for word in given if word != "--freeze-gc"])
+        assert (read.rows, read.group, read.micro_batch, read.steps) == (64, 8, 64, 2)
+    (tmp_path / "reward.py").touch()
+    words = benchmark_module("aligner_grpo").overrides(read, str(tmp_path))
+    config = load(ActorConfig, words, "ppo_actor")
+    assert config.ppo.rollout_batch_size * config.ppo.samples_per_prompt == config.ppo.mini_batch_size == 64
+    assert config.critic.place is CriticPlace.none
+
+
 @pytest.mark.parametrize("script", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
 def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, script):
     """Of those too that run in TRL's or vLLM's environment, where this suite does not go."""
@@ -148,7 +169,14 @@ def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, scr
 
 
 def test_every_script_is_tried_here():
-    elsewhere = {"trl_ppo", "trl_reward", "trl_env", "vllm_env", "vllm_worker"}  # TRL's and vLLM's environments
+    elsewhere = {
+        "trl_ppo",
+        "trl_grpo",
+        "trl_reward",
+        "trl_env",
+        "vllm_env",
+        "vllm_worker",
+    }  # TRL's and vLLM's environments
     here = {"aligner_ppo", "forward_backward", "rollout", "served_critic", "grids", "ppo_step", "refit", "workload"}
-    here |= {"reward_against_trl", "gsm8k_reward"}
+    here |= {"reward_against_trl", "gsm8k_reward", "aligner_grpo", "grpo_step"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == here | elsewhere

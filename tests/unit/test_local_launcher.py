@@ -1,6 +1,7 @@
 """launch/local/ppo.py starts a job again that died, and only then. The jobs are scripts that count their starts in a file."""
 
 import importlib.util
+import signal
 import sys
 import time
 from pathlib import Path
@@ -74,3 +75,38 @@ def test_a_critic_that_is_refused_ends_the_actor_at_once(launcher, tmp_path):
     critic, starts = scripted(launcher, tmp_path, "critic", "3")
     actor, _ = scripted(launcher, tmp_path, "actor", "serve")
     assert watched(launcher, actor, critic) == 3 and starts() == 1
+
+
+GIVEN = ["model.checkpoint=there", "data.task=chain_sum"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], True),
+        (["ppo.advantage=rloo", "ppo.samples_per_prompt=4"], False),
+        (["critic.place=local"], False),
+        (["ppo.advantage=reinforce_baseline", "critic.place=remote"], True),
+    ],
+)
+def test_a_critic_job_is_started_where_the_actors_settings_ask_for_one(launcher, monkeypatch, overrides, wanted):
+    started = []
+    monkeypatch.setattr(launcher.Job, "start", lambda self: started.append(self.name))
+    monkeypatch.setattr(launcher, "watch", lambda *, actor, critic, others: 0 if (critic is not None) == wanted else 1)
+    monkeypatch.setattr(launcher, "stop", lambda process: None)
+    monkeypatch.setattr(launcher.Job, "code", 0)
+    monkeypatch.setattr(launcher.Job, "process", None, raising=False)
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--reward-ranks", "1", "--both", *GIVEN, "--actor", *overrides])
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert launcher.main() == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert started == [*(["critic"] if wanted else []), "reward", "actor"]
+
+
+def test_settings_that_the_actor_job_would_refuse_start_nothing(launcher, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--both", *GIVEN, "--actor", "ppo.advantage=rloo"])
+    assert launcher.main() == 2
+    assert "compares the responses to one prompt, and ppo.samples_per_prompt is 1" in capsys.readouterr().err
