@@ -153,9 +153,15 @@ class TrainedRewardModel:
         return self.model.save(folder, extra=extra, beside=beside)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Weights, optimizer and the size of the scores; returns what was saved as `extra`."""
-        extra = self.model.load(folder)
+        """Weights, optimizer and the size of the scores; returns what was saved as `extra`. Raises ValueError where the head that was saved
+        gives other attributes."""
         saved = checkpoint_shape(folder).reward
+        if saved.attributes != self.shape.reward.attributes:
+            raise ValueError(
+                f"{folder} was saved with a head that gives {', '.join(saved.attributes)}, and this run trains "
+                f"{', '.join(self.shape.reward.attributes)}: resume with preference.attributes as they were, in their order"
+            )
+        extra = self.model.load(folder)
         self.shape = replace(self.shape, reward=replace(saved, weights=self.shape.reward.weights))
         self.model.shape = self.shape
         return extra

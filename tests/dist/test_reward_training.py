@@ -260,6 +260,8 @@ def _served_as_trained(folder, topology, base):
 def _other_attributes_are_refused(base, topology):
     with pytest.raises(ValueError, match="gives help, brief, and this run trains reward: set preference.fresh_head=true"):
         model(base / "attributes", topology, "pairwise", {"rows": 2})
+    with pytest.raises(ValueError, match="gives help, brief, and this run trains reward: resume with preference.attributes"):
+        model(base / "score", topology, "pairwise", {"rows": 2}).load(base / "attributes")
     fresh = model(base / "attributes", topology, "pairwise", {"rows": 2}, fresh_head=True)
     rows = batch(9)
     assert (fresh.outputs(rows.tokens, rows.lengths) == 0).all()
