@@ -32,6 +32,7 @@ def main() -> int:
     critic = on_all(lambda: connect_critic(config, job), job.topology) if config.critic.endpoint else None
     policy = assemble.build_policy(config, job.topology)
     how = {"dtype": job.engine_dtype(config), "tokenizer": job.tokenizer}
+    how["stop_strings"] = config.sampling.stop_strings
     engine = on_all(lambda: build_engine(config, job.shape, job.topology, **how), job.topology)
     critic = critic or on_all(lambda: connect_critic(config, job), job.topology)
     job.record(**assemble.facts(policy, engine, critic, samples))

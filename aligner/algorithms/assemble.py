@@ -66,7 +66,7 @@ class Job:
         t = self.topology
         return f"TP{t.tensor} x PP{t.pipeline} x DP{t.data}"
 
-    def engine_dtype(self, config: ActorConfig) -> torch.dtype:
+    def engine_dtype(self, config: Any) -> torch.dtype:
         """The engine's own type, or the policy's where it is auto. Collective."""
         own = config.engine.dtype
         return resolve_dtype(config.model.dtype if own is Dtype.auto else own)

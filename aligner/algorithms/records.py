@@ -49,7 +49,7 @@ class DriftAlarm:
 def sample_rows(
     rollouts: Rollouts,
     samples: dict[int, Sample],
-    scores: list[Score],
+    scores: Optional[list[Score]],
     tokenizer: Tokenizer,
     experience: Optional[Experience] = None,
     stop_strings: Sequence[str] = (),
@@ -65,8 +65,7 @@ def sample_rows(
             "prompt": samples[sample_id].prompt,
             "response": tokenizer.response_text(response, stop_strings),
             "response_ids": response,
-            "score": scores[b].value,
-            "parts": scores[b].parts,
+            **({} if scores is None else {"score": scores[b].value, "parts": scores[b].parts}),
             "finish_reason": "length" if rollouts.truncated[b] else "stop",
             "weight_version": rollouts.weight_version,
             "certificate": rollouts.certificate,

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any, Optional, Sequence
 
@@ -21,6 +22,13 @@ FINGERPRINT_TEXTS = (
     "你好，世界 Привет мир नमस्ते 🙂👍🏽",
     "<|im_start|>user\n<s>[INST] <|endoftext|>",
 )
+
+
+def with_system(messages: list[dict[str, str]], system: Optional[str]) -> list[dict[str, str]]:
+    """The conversation with this system message before it, where it has none of its own; None: as it is."""
+    if system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 class Tokenizer:
@@ -118,23 +126,47 @@ class Tokenizer:
 
         system: put before conversations that have no system message; None leaves the template's own default. The template alone
         decides about a BOS. Raises ValueError where there is no template or it refuses the messages."""
-        template = self._tokenizer.chat_template
-        if not template:
-            raise ValueError(
-                f"{self.folder} has no chat template: set data.chat=false, or add one to tokenizer_config.json"
-            )
-        if system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # jinja2's, of many kinds: a template raises for roles that it does not know
-            roles = [message["role"] for message in messages]
-            raise ValueError(f"the chat template of {self.folder} refuses roles {roles}: {error}") from error
+        ids = self._templated(with_system(messages, system), add_generation_prompt=True, return_dict=False)
+        return self._with_one_bos(ids)
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
             raise ValueError(f"the chat template of {self.folder} writes the BOS token twice")
         return ids
+
+    def _templated(self, messages: list[dict[str, str]], **how: Any) -> Any:
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                f"{self.folder} has no chat template: set data.chat=false, or add one to tokenizer_config.json"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(messages, **{"tokenize": True, **how})
+        except Exception as error:  # jinja2's, of many kinds: a template raises for roles that it does not know
+            roles = [message["role"] for message in messages]
+            raise ValueError(f"the chat template of {self.folder} refuses roles {roles}: {error}") from error
+
+    def rendered(self, messages: list[dict[str, str]], *, opens: bool) -> str:
+        """The text of a conversation by the chat template. opens: with the opening of the assistant's next turn."""
+        return self._templated(messages, tokenize=False, add_generation_prompt=opens)
+
+    def encode_rendered(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts that the chat template has written: it alone decides about a BOS, and none may have two."""
+        return [self._with_one_bos(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of a text that goes on after another: nothing is put before or after it."""
+        return self._ids(text)
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the chat template says itself, by {% generation %}, what the assistant has written."""
+        template = self._tokenizer.chat_template
+        return isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+    def marked(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation, and which of them lie inside {% generation %}."""
+        found = self._templated(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return self._with_one_bos(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
 
     def _special_ids(self) -> dict[str, Any]:
         t = self._tokenizer

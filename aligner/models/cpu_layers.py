@@ -1,6 +1,7 @@
 """Layers for megatron-core's local spec: what the Transformer Engine spec brings on a GPU, from torch's own functions."""
 
 import functools
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,19 @@ class SDPAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ) -> Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; attention_mask True = not seen, None = causal."""
-        if attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("attention_bias and packed sequences are not supported by SDPAttention")
+        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; attention_mask True = not seen, None = causal.
+
+        With packed_seq_params (thd) all three are without B, S is that of all sequences together, and the result is [S, heads * D]:
+        each sequence sees itself alone."""
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported by SDPAttention")
+        if packed_seq_params is None:
+            return self._attend(query, key, value, attention_mask)
+        sizes = packed_seq_params.cu_seqlens_q.diff().tolist()
+        each = zip(*(x[:, None].split(sizes) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*parts, None) for parts in each])[:, 0]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor]) -> Tensor:
         # Copied, so that a head's rows lie together: strided ones (S outside B) cost this kernel 40 % of its time and more.
         query, key, value = (x.permute(1, 2, 0, 3).contiguous() for x in (query, key, value))
         if attention_mask is None and query.size(2) <= _SHORT and query.dtype == torch.float32:

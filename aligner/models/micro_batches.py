@@ -29,17 +29,26 @@ class Plan:
 class MicroBatch:
     """m rows, of which the first len(rows) are real and the rest are wholly masked padding.
 
-    lengths is 1 and every mask and field is 0 (False) in padding rows. A field has a value a token, or one a row."""
+    lengths is 1 and every mask and field is 0 (False) in padding rows. A field has a value a token, or one a row. Packed, m is 1 and its
+    one row holds all of `rows` behind each other, in that order; padding at its end is a sequence of its own."""
 
     rows: Tensor  # [<= m] int64, indices into the global batch, on the CPU
     tokens: Tensor  # [m, W] int64
     lengths: Tensor  # [m] int64
     fields: dict[str, Tensor] = field(default_factory=dict)  # [m, W] or [m] each
+    bounds: Optional[Tensor] = (
+        None  # [k + 1] int32, packed: sequence i is tokens[0, bounds[i] : bounds[i + 1]]; absent: not packed
+    )
+    longest: int = 0  # packed: tokens of the longest sequence
 
     @property
     def positions(self) -> Tensor:
-        """[m, W] int64: 0, 1, 2 ... in each row."""
-        return torch.arange(self.tokens.size(1), device=self.tokens.device).expand_as(self.tokens)
+        """[m, W] int64: 0, 1, 2 ... in each row, or in each sequence of a packed one."""
+        at = torch.arange(self.tokens.size(1), device=self.tokens.device)
+        if self.bounds is not None:
+            sizes = self.bounds.diff()
+            at = at - self.bounds[:-1].long().repeat_interleave(sizes.long())
+        return at.expand_as(self.tokens)
 
     @property
     def position_ids(self) -> Tensor:
@@ -123,6 +132,31 @@ def _packed(
     return packed
 
 
+def plan_packed(lengths: Sequence[int], parts: Sequence[Sequence[int]], part: int, *, budget: int) -> Plan:
+    """The same for packed micro-batches of one row: sequences that are put behind each other have at most `budget` tokens together.
+
+    First fit of the longest first (first-fit decreasing), so that it depends on the rows alone. All ranks have as many as the one with
+    most."""
+    bins = [_first_fit(lengths, rows, budget) for rows in parts]
+    count = max(1, *map(len, bins))
+    mine = bins[part] + [[] for _ in range(count - len(bins[part]))]
+    return Plan(mine, 1)
+
+
+def _first_fit(lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        at = next((i for i, left in enumerate(room) if left >= lengths[row]), None)
+        if at is None:
+            at = len(bins)
+            bins.append([])
+            room.append(max(budget, lengths[row]))  # one that exceeds the budget goes alone
+        bins[at].append(row)
+        room[at] -= lengths[row]
+    return bins
+
+
 def units_of(ids: Sequence[int]) -> list[list[int]]:
     """Rows of equal id, together; in order of the first row of each."""
     found: dict[int, list[int]] = {}
@@ -167,6 +201,36 @@ def build(
     return MicroBatch(rows, cut(tokens), own_lengths.to(device), {name: cut(x) for name, x in fields.items()})
 
 
+def build_packed(
+    chosen: list[int],
+    tokens: Tensor,
+    lengths: Tensor,
+    fields: Mapping[str, Tensor],
+    *,
+    multiple: int,
+    device: torch.device,
+) -> MicroBatch:
+    """The same of one row, in which the chosen ones lie behind each other; its width is theirs, rounded up to a multiple of `multiple`."""
+    sizes = [int(lengths[row]) for row in chosen]
+    total = sum(sizes)
+    width = _width(total, multiple)
+
+    def join(x: Tensor) -> Tensor:
+        parts = [x[row, :size] for row, size in zip(chosen, sizes, strict=True)]
+        return torch.cat([*parts, torch.zeros(width - total, dtype=x.dtype)])[None].to(device, non_blocking=True)
+
+    padding = [width - total] if width > total else []
+    bounds = torch.tensor([0, *sizes, *padding], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return MicroBatch(
+        rows=torch.tensor(chosen, dtype=torch.int64),
+        tokens=join(tokens),
+        lengths=torch.tensor([width], device=device),
+        fields={name: join(x) for name, x in fields.items()},
+        bounds=bounds.to(device),
+        longest=max([*sizes, *padding]),
+    )
+
+
 def width_multiple(tensor_parallel: int, on_gpu: bool) -> int:
     """Granularity of W. A GPU's matrix units want multiples of 16; on a CPU a padded column costs what a real one does."""
     return math.lcm(16 if on_gpu else 1, tensor_parallel)
@@ -175,6 +239,7 @@ def width_multiple(tensor_parallel: int, on_gpu: bool) -> int:
 def scatter(parts: Sequence[Tensor], micro_batches: Sequence[MicroBatch], shape: tuple[int, ...]) -> Tensor:
     """A float32 tensor of `shape` ([B, S] or [B]) with the rows of parts ([m, W] or [m], one a micro-batch) at their places in the
     global batch; 0 elsewhere, so that the sum over data-parallel ranks is the whole. Columns beyond S (padding) are dropped."""
+    assert all(micro.bounds is None for micro in micro_batches), "packed rows are told in sums, not at their places"
     device = parts[0].device if parts else torch.device("cpu")
     whole = torch.zeros(shape, dtype=torch.float32, device=device)
     for part, micro in zip(parts, micro_batches, strict=True):

@@ -20,6 +20,7 @@ from aligner.parallel.device import DEVICE, ON_GPU
 from aligner.parallel.topology import Topology
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
 Chunks = list[torch.nn.Module]
@@ -38,19 +39,27 @@ def micro_batches(
     *,
     micro_batch_size: int,
     micro_batch_tokens: Optional[int] = None,
+    packed_tokens: Optional[int] = None,
     together: Optional[Tensor] = None,
     topology: Topology,
 ) -> list[MicroBatch]:
-    """The micro-batches of this rank: of micro_batch_size rows, or of as many as micro_batch_tokens hold where that is given.
-    tokens [B, S] int64, lengths [B] int64, fields [B, S] or [B], the same on every rank. together [B] int64: rows of equal id go into
-    one micro-batch, however many they are.
+    """The micro-batches of this rank: of micro_batch_size rows, or of as many as micro_batch_tokens hold where that is given, or of
+    rows packed into one of packed_tokens at most (fields [B, S] alone then). tokens [B, S] int64, lengths [B] int64, fields [B, S] or
+    [B], the same on every rank. together [B] int64: rows of equal id go into one micro-batch, however many they are.
 
-    Raises ValueError for a budget of tokens in the interleaved schedule."""
+    Raises ValueError for packing or a budget of tokens in the interleaved schedule."""
     sizes = lengths.tolist()
     # The interleaved schedule needs one shape: with two stages, where the previous and the next rank are the same, Megatron sends the
     # shapes of both directions in an order that the receiver takes for the other one.
     interleaved = topology.virtual_pipeline is not None
     multiple = cutting.width_multiple(topology.tensor, ON_GPU)
+    if packed_tokens is not None:
+        if interleaved:
+            raise ValueError("packed rows do not go with parallel.virtual_pipeline: leave one out")
+        dealt = balance_rows(sizes, topology.data), topology.data_rank
+        cut = {"multiple": multiple, "device": DEVICE}
+        bins = cutting.plan_packed(sizes, *dealt, budget=packed_tokens).micro_batches
+        return [cutting.build_packed(rows, tokens, lengths, fields, **cut) for rows in bins]
     if micro_batch_tokens is not None and interleaved:
         raise ValueError("a budget of tokens a micro-batch does not go with parallel.virtual_pipeline: leave one out")
     count_multiple = topology.pipeline if interleaved else 1
@@ -103,6 +112,14 @@ def forward_backward(
     return _total(told, topology)
 
 
+def forward_sums(
+    chunks: Chunks, micro: list[MicroBatch], topology: Topology, *, loss: Loss, positions: Optional[Positions] = None
+) -> dict[str, float]:
+    """What forward_backward returns, without gradients and with nothing changed."""
+    read = partial(_told, loss)
+    return _total(forward(chunks, micro, topology, read=read, positions=positions), topology)
+
+
 def to_global(parts: list[Tensor], micro: list[MicroBatch], shape: tuple[int, ...], topology: Topology) -> Tensor:
     """The global tensor ([B, S] or [B], float32, on the CPU of every rank) of the last stage's parts, one a micro-batch."""
     whole = None
@@ -152,8 +169,20 @@ def _forward_step(
     if model.post_process and positions is not None:
         model.output_layer.select(positions(micro))
     # No attention mask: it is causal, and padding is on the right, where no real token looks.
-    output = chunk(micro.tokens, micro.position_ids, None)
+    output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=_packing(micro))
     return output, partial(finish, micro)
+
+
+def _packing(micro: MicroBatch) -> Optional[PackedSeqParams]:
+    if micro.bounds is None:
+        return None
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro.bounds,
+        cu_seqlens_kv=micro.bounds,
+        max_seqlen_q=micro.longest,
+        max_seqlen_kv=micro.longest,
+    )
 
 
 def _read(read: Read, micro: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
@@ -165,6 +194,11 @@ def _with_loss(loss: Loss, micro: MicroBatch, output: Tensor) -> tuple[Tensor, T
     value, sums = loss(micro, output)
     tokens = torch.zeros((), dtype=torch.int, device=value.device)
     return value, tokens, {"loss": value.detach(), **sums}
+
+
+def _told(loss: Loss, micro: MicroBatch, output: Tensor) -> dict[str, Tensor]:
+    value, sums = loss(micro, output)
+    return {"loss": value, **sums}
 
 
 def _total(told: list[dict[str, Tensor]], topology: Topology) -> dict[str, float]:

@@ -73,15 +73,18 @@ class TrainableModel:
         *,
         micro_batch_size: int,
         micro_batch_tokens: Optional[int] = None,
+        packed_tokens: Optional[int] = None,
         head_lr_multiplier: float = 1.0,
         head_bias: bool = False,
         fresh_head: bool = False,
     ) -> None:
         """Build the model of `shape`, load its weights from model.checkpoint (but for a value or score head, where fresh_head), and
-        wrap it for training."""
+        wrap it for training. micro_batch_size, micro_batch_tokens, packed_tokens: how mini-batches are cut, as pipeline.micro_batches
+        has it."""
         self.source, self.shape, self.optim, self.topology = Path(model.checkpoint), shape, optim, topology
         self.dtype = resolve_dtype(model.dtype)
         self._cut = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
+        self._cut["packed_tokens"] = packed_tokens
         build = {"dtype": self.dtype, "recompute": model.recompute, "head_bias": head_bias}
         plain = build_model(shape, topology, head=shape.head, **build)
         self._fresh_head = fresh_head

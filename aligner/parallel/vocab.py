@@ -135,3 +135,21 @@ def _combine(local: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor
     dist.all_reduce(sums, group=group)
     total, chosen, entropy = sums
     return peak + total.log(), chosen, entropy / total + total.log()
+
+
+@torch.no_grad()
+def vocab_parallel_is_best(logits: Tensor, targets: Tensor, *, group: ProcessGroup, vocab_size: int) -> Tensor:
+    """[n] bool: whether the target is a likeliest id of its distribution. logits [n, V/tp], targets [n] int64, as above."""
+    columns = logits.size(1)
+    first = dist.get_rank(group) * columns
+    real = min(max(vocab_size - first, 0), columns)
+    here = targets - first
+    mine = (here >= 0) & (here < real)
+    terms = torch.full((2, logits.size(0)), -torch.inf, device=logits.device)
+    if real:
+        terms[0] = logits[:, :real].amax(-1).float()
+        chosen = logits.gather(1, here.clamp(0, real - 1)[:, None])[:, 0].float()
+        terms[1] = torch.where(mine, chosen, -torch.inf)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(terms, op=dist.ReduceOp.MAX, group=group)
+    return terms[1] >= terms[0]

@@ -53,7 +53,7 @@ class Source:
 
 
 def find_source(path: Path) -> Source:
-    """What --checkpoint names: of a run, or of its checkpoints/, the newest committed pair's actor; of a step_N, its actor.
+    """What --checkpoint names: of a run, or of its checkpoints/, the newest committed checkpoint; of a step_N, what it holds.
 
     Raises UserError or ValueError where it is nothing of the kind, is not committed, or has no lm head."""
     if not path.exists():
@@ -76,7 +76,7 @@ def _checkpoint_shape(path: Path) -> ModelShape:
 
 
 def _inside_run(path: Path) -> Path:
-    """The actor's checkpoint that a run's folder stands for; every other path as it is."""
+    """The model (of the actor, or of supervised fine-tuning) that a run's folder stands for; every other path as it is."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     steps = CheckpointFolder(path)
@@ -85,8 +85,9 @@ def _inside_run(path: Path) -> Path:
         if newest is None:
             raise UserError(f"--checkpoint {path} holds no committed checkpoint yet")
         path = steps.step(newest)
-    if not (path / "actor").is_dir():
+    job = next((path / name for name in ("actor", "sft") if (path / name).is_dir()), None)
+    if job is None:
         return path
     if not (path / MARKER).is_file():
         raise UserError(f"--checkpoint {path} was not committed: its save did not end; name another step")
-    return path / "actor"
+    return job

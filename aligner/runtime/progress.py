@@ -10,6 +10,8 @@ log = logging.getLogger("aligner")
 SHOWN = (  # key in the metrics, label, format
     ("reward/mean", "reward", ".3f"),
     ("val/accuracy", "val accuracy", ".3f"),
+    ("train/loss", "loss", ".4f"),
+    ("val/loss", "val loss", ".4f"),
     ("kl/mean", "KL", ".4f"),
     ("response/length", "length", ".1f"),
     ("tokens_per_second", "tokens/s", ".0f"),

@@ -68,6 +68,7 @@ def _head(run: RunFolder, rows: Sequence[Row]) -> str:
         _change(rows, "val/well_formed", "Well-formed answers, held out"),
     ]
     cards += [_change(rows, "val/reward", "Held-out reward"), _change(rows, "reward/mean", "Training reward")]
+    cards += [_change(rows, "val/loss", "Held-out loss"), _change(rows, "val/perplexity", "Held-out perplexity")]
     return f"{title}<div class='cards'>{''.join(cards)}</div>"
 
 
@@ -139,6 +140,11 @@ def _charts(rows: Sequence[Row]) -> str:
             [series("reward/accuracy", "accuracy"), series("reward/well_formed", "well formed")],
         ),
         line_chart("Loss", [series("train/loss", "training"), series("val/loss", "held out")]),
+        line_chart("Held-out perplexity", [series("val/perplexity", "exp of the held-out loss")]),
+        line_chart(
+            "Share of tokens that were the likeliest",
+            [series("train/token_accuracy", "training"), series("val/token_accuracy", "held out")],
+        ),
         line_chart(
             "Margin of the better response", [series("train/margin", "training"), series("val/margin", "held out")]
         ),
@@ -224,14 +230,16 @@ def _prompt(row: Row) -> str:
 
 def _response(row: Row, when: str) -> str:
     parts = "".join(f", {name} {value:.3g}" for name, value in (row.get("parts") or {}).items())
-    rank = f", rank {row['rank']}" if "rank" in row else ""
-    ended = f"; ended by {row['finish_reason']}" if "finish_reason" in row else ""
-    label = f"{when}: score {row.get('score', float('nan')):.3g}{parts}{rank}{ended}"
+    rank = f"rank {row['rank']}" if "rank" in row else ""
+    score = f"score {row['score']:.3g}{parts}" if "score" in row else ""
+    ended = f"ended by {row['finish_reason']}" if "finish_reason" in row else ""
+    label = f"{when}: " + "; ".join(filter(None, [", ".join(filter(None, [score, rank])), ended]))
     return f"<div class='card'><div class='note'>{escape(label)}</div><pre>{escape(str(row.get('response', '')))}</pre></div>"
 
 
 def _settings(run: RunFolder) -> str:
-    found = [(job, run.config(job)) for job in ("actor", "critic", "reward_model") if run.config(job).exists()]
+    jobs = ["actor", *sorted(path.stem.removeprefix("config_") for path in run.path.glob("config_*.yaml"))]
+    found = [(job, run.config(job)) for job in jobs if run.config(job).exists()]
     blocks = "".join(
         f"<details><summary>{job} job</summary><pre>{escape(path.read_text())}</pre></details>" for job, path in found
     )

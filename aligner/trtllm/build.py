@@ -1,11 +1,12 @@
 """The one place that chooses a job's rollout engine: the embedded torch engine, or TensorRT-LLM's."""
 
 from pathlib import Path
+from typing import Sequence
 
 import torch
 
 from aligner.config.groups import EngineKind
-from aligner.config.jobs import ActorConfig
+from aligner.config.jobs import ActorConfig, SFTConfig
 from aligner.data.interfaces import RolloutEngine
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.model_config import ModelShape
@@ -18,7 +19,13 @@ from aligner.trtllm.group import generation_group
 
 
 def build_engine(
-    config: ActorConfig, shape: ModelShape, topology: Topology, *, dtype: torch.dtype, tokenizer: Tokenizer
+    config: ActorConfig | SFTConfig,
+    shape: ModelShape,
+    topology: Topology,
+    *,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer,
+    stop_strings: Sequence[str] = (),
 ) -> RolloutEngine:
     """This rank's engine, or the one that its generation group shares. Collective over the job."""
     if config.engine.kind is EngineKind.trtllm:
@@ -30,7 +37,7 @@ def build_engine(
         device=DEVICE,
         certify=config.refit.certify,
         use_native=config.engine.native,
-        token_bytes=tokenizer.token_bytes() if config.sampling.stop_strings else None,
+        token_bytes=tokenizer.token_bytes() if stop_strings else None,
     )
 
 

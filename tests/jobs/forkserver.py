@@ -16,6 +16,8 @@ import sys
 PRELOADED = (
     "aligner.algorithms.assemble",
     "aligner.algorithms.critic_job",
+    "aligner.algorithms.sft",
+    "aligner.algorithms.supervised_job",
     "aligner.config.load",
     "aligner.rewards.source",
     "aligner.rollout.offline",

@@ -7,6 +7,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from aligner.config.groups import CriticPlace
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardTrainingConfig
@@ -101,7 +102,6 @@ def test_both_sides_take_the_arguments_that_they_are_given(benchmark_module, mon
 
 @pytest.mark.parametrize(("loss", "gradient", "fits"), [(0.7, 2.0, True), (0.7002, 2.0, False), (0.7, 2.0002, False)])
 def test_reward_models_against_trl_tells_the_two_apart(benchmark_module, monkeypatch, loss, gradient, fits):
-    import torch
 
     script = benchmark_module("reward_against_trl")
     sides = [
@@ -157,6 +157,30 @@ def test_both_sides_of_grpo_take_the_arguments_that_they_are_given(benchmark_mod
     assert config.critic.place is CriticPlace.none
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({}, None), ({"label": 7}, "other tokens are learned"), ({"loss": 2.01}, "differ"), ({"gradient": 1e-3}, "differ")],
+)
+def test_sft_against_trl_tells_the_two_apart(benchmark_module, monkeypatch, tmp_path, change, says):
+    from aligner.data.conversations import Example
+
+    script = benchmark_module("sft_against_trl")
+    example = Example(torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([False, True, True]), 1, "f:1", "a")
+    row = {"ids": [5, 6, 7], "labels": [-100, 6, change.get("label", 7) + ("label" in change)]}
+    told = {"loss": change.get("loss", 2.0), "rows": [row]}
+    mine, others = torch.tensor([1.0, -4.0]), torch.tensor([1.0, -4.0 - change.get("gradient", 0.0) * 4])
+    monkeypatch.setattr(script, "ours", lambda *_, packed: ([example], 2.0, {"w": mine}))
+    monkeypatch.setattr(script, "theirs", lambda *_: (told, {"w": others}))
+    for name in ("converted", "Tokenizer", "write_rows", "shutdown"):
+        monkeypatch.setattr(script, name, lambda *_: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sft_against_trl.py", "--model", str(tmp_path)])
+    if says is None:
+        script.main()
+    else:
+        with pytest.raises(SystemExit, match=says):
+            script.main()
+
+
 @pytest.mark.parametrize("script", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
 def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, script):
     """Of those too that run in TRL's or vLLM's environment, where this suite does not go."""
@@ -169,14 +193,8 @@ def test_names_that_scripts_take_from_each_other_are_there(benchmark_module, scr
 
 
 def test_every_script_is_tried_here():
-    elsewhere = {
-        "trl_ppo",
-        "trl_grpo",
-        "trl_reward",
-        "trl_env",
-        "vllm_env",
-        "vllm_worker",
-    }  # TRL's and vLLM's environments
+    # TRL's and vLLM's environments
+    elsewhere = {"trl_ppo", "trl_grpo", "trl_reward", "trl_sft", "trl_env", "vllm_env", "vllm_worker"}
     here = {"aligner_ppo", "forward_backward", "rollout", "served_critic", "grids", "ppo_step", "refit", "workload"}
-    here |= {"reward_against_trl", "gsm8k_reward", "aligner_grpo", "grpo_step"}
+    here |= {"reward_against_trl", "gsm8k_reward", "aligner_grpo", "grpo_step", "sft_against_trl"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == here | elsewhere

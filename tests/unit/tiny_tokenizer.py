@@ -21,10 +21,12 @@ def write_tokenizer(
     adds_bos: bool = False,
     adds_eos: bool = False,
     chat_template: str | None = CHATML,
+    merges: tuple[tuple[str, str], ...] = (),
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(specials))
