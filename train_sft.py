@@ -25,7 +25,7 @@ def main() -> int:
     course = supervised_job.course_of(config, rows)
     resumed = assemble.resume_step(config, job)
     if resumed is not None and resumed >= course.steps:
-        return assemble.already_complete(job, resumed)
+        return assemble.already_complete(job, resumed, supervised_job.LENGTH)
     config.model = assemble.with_saved_dtype(config.model, job, resumed)
     model = sft.build_model(config, job.topology)
     dtype = job.engine_dtype(config)

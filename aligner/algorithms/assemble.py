@@ -296,12 +296,13 @@ def stop_asked(run: RunConfig, stop: StopSignals, trainer: Any, *, steps: int) -
     return lambda: asked() if trainer.state.step < steps else stop.stopping
 
 
-def already_complete(job: Job, steps: int) -> int:
-    """Say so, and leave the records of the run as they are. Returns the exit code."""
+def already_complete(job: Job, steps: int, key: str = "run.max_steps") -> int:
+    """Say so, and leave the records of the run as they are. key: the setting that says how long a run is. Returns the exit code."""
     log.info(
-        "run %s has its %d steps already: raise run.max_steps to continue, or delete %s to begin anew (report: %s)",
+        "run %s has its %d steps already: raise %s to continue, or delete %s to begin anew (report: %s)",
         job.folder.path.name,
         steps,
+        key,
         job.folder.path,
         job.folder.report,
     )

@@ -12,7 +12,7 @@ that continues from a checkpoint needs one number to see the same. Metrics of `t
 val/NAME; metrics row 0 is the validation before training."""
 
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Generic, Iterable, Mapping, Optional, Protocol, Sequence, TypeVar
 
@@ -25,6 +25,7 @@ from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
 from aligner.runtime import faults
+from aligner.runtime.errors import ConfigError
 from aligner.runtime.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,14 @@ class Learner(Protocol[Row]):
 
 @dataclass
 class SupervisedState:
-    """What the loop carries from step to step, and a checkpoint beside weights and optimizer."""
+    """What the loop carries from step to step, and a checkpoint beside weights and optimizer. The last two are what the order of rows
+    hangs on: a run keeps them."""
 
     step: int = 0
     rows_consumed: int = 0
     tokens_consumed: int = 0
+    train_rows: int = 0
+    mini_batch_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,12 +109,12 @@ class SupervisedTrainer(Generic[Row]):
     train_rows: Sequence[Row]
     held_out: Sequence[Row]
     course: Course
-    state: SupervisedState = field(default_factory=SupervisedState)
     quality: Optional[float] = None  # of the present weights, where this step had a validation
 
     def __post_init__(self) -> None:
         seed, shuffle = self.config.run.seed, self.config.data.shuffle
         self.sampler = PromptSampler(len(self.train_rows), seed=seed, shuffle=shuffle)
+        self.state = SupervisedState(train_rows=len(self.train_rows), mini_batch_size=self.config.train.mini_batch_size)
 
     @property
     def total_steps(self) -> int:
@@ -121,7 +125,7 @@ class SupervisedTrainer(Generic[Row]):
         saved = self.checkpoints.restore(resume_from)
         self.recorder.start()
         if saved is not None:
-            self.state = SupervisedState(**saved)
+            self.state = self.continued(SupervisedState(**saved))
         elif self.config.validation.every and self.held_out:
             self.validate_before_training()
         stopping = False
@@ -133,6 +137,16 @@ class SupervisedTrainer(Generic[Row]):
             self.checkpoints.settle(wait=stopping)
         self.checkpoints.settle(wait=True)
         return self.state
+
+    def continued(self, saved: SupervisedState) -> SupervisedState:
+        """Raises ConfigError where the rows that follow are not those of the run that was saved."""
+        for name, key in (("train_rows", "the rows to train on"), ("mini_batch_size", "train.mini_batch_size")):
+            was, now = getattr(saved, name), getattr(self.state, name)
+            if was != now:
+                raise ConfigError(
+                    f"the run was begun with {key} = {was}, now it is {now}: restore it, or choose another run.name"
+                )
+        return saved
 
     def run_step(self) -> None:
         step, phase = self.state.step + 1, self.recorder.phase

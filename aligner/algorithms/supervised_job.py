@@ -8,6 +8,8 @@ from aligner.algorithms.supervised import PHASES, Course, Learner, SupervisedTra
 from aligner.data.rows import Rows
 from aligner.runtime.errors import ConfigError
 
+LENGTH = "train.epochs or run.max_steps"  # what says how long a run is
+
 
 def check_length(config: Any, job: Job) -> None:
     """Raises ConfigError where rows may be longer than the model's positions."""

@@ -159,7 +159,12 @@ def test_both_sides_of_grpo_take_the_arguments_that_they_are_given(benchmark_mod
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({}, None), ({"label": 7}, "other tokens are learned"), ({"loss": 2.01}, "differ"), ({"gradient": 1e-3}, "differ")],
+    [
+        ({}, None),
+        ({"label": 7}, "other tokens are learned"),
+        ({"loss": 2.01}, "differ"),
+        ({"gradient": 1e-3}, "differ"),
+    ],
 )
 def test_sft_against_trl_tells_the_two_apart(benchmark_module, monkeypatch, tmp_path, change, says):
     from aligner.data.conversations import Example

@@ -39,7 +39,7 @@ def sft(jobs: Launcher, name: str, *overrides: str, **how):
     settings = [
         f"run.dir={jobs.runs}", f"run.name={name}", f"model.checkpoint={jobs.model}", "model.dtype=float32",
         "parallel.threads=1", "parallel.timeout=120", "train.mini_batch_size=9", "train.epochs=4", "data.max_length=128",
-        "optim.lr=3e-3", "optim.schedule=cosine", "optim.warmup_steps=1", "optim.decay_steps=40", "checkpoint.every=2",
+        "optim.lr=1e-2", "optim.schedule=cosine", "optim.warmup_steps=1", "optim.decay_steps=40", "checkpoint.every=2",
         "validation.every=5", "logging.tensorboard=false",
     ]  # fmt: skip
     return jobs.start(SCRIPT, *settings, *overrides, **how)
