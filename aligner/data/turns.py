@@ -53,7 +53,9 @@ def _found(
     for i in at:
         texts.append(tokenizer.rendered(messages[:i], opens=True))
         texts.append(whole if i == len(messages) - 1 else tokenizer.rendered(messages[: i + 1], opens=False))
-    ids, *parts = tokenizer.encode_rendered(texts)
+    unique = list(dict.fromkeys(texts))  # the last turn ends where the whole does
+    encoded = dict(zip(unique, tokenizer.encode_rendered(unique), strict=True))
+    ids, *parts = (encoded[text] for text in texts)
     for number, part in enumerate(parts):
         if ids[: len(part)] != part:
             raise ValueError(_why_not(tokenizer, texts[0], texts[1 + number], at[number // 2], opens=number % 2 == 0))
