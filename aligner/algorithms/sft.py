@@ -1,5 +1,6 @@
 """Supervised fine-tuning behind the loop of aligner/algorithms/supervised.py: cross entropy of what the assistant wrote, and samples."""
 
+import logging
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Optional, Sequence
 
@@ -18,6 +19,8 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.models.sft import Likelihood, SFTBatch, SFTModel
 from aligner.models.trainable import Saving
 from aligner.parallel.topology import Topology
+
+log = logging.getLogger(__name__)
 
 
 def collate_examples(examples: Sequence[Example], pad_id: int) -> SFTBatch:
@@ -39,6 +42,7 @@ class Generations:
         self, config: SFTConfig, topology: Topology, tokenizer: Tokenizer, model: SFTModel, engine: RolloutEngine
     ) -> None:
         self.config, self.topology, self.tokenizer, self.engine = config, topology, tokenizer, engine
+        self._said = False
         self.sync = EngineSync(engine, model, topology, every=config.refit.sync_every)
         self.generation = Generation(
             engine=engine,
@@ -53,8 +57,12 @@ class Generations:
     def run(self, held_out: Sequence[Example], version: int) -> Optional[tuple[Rollouts, dict[int, Sample]]]:
         """To the first validation.generations rows whose prompts fit the engine; None where none does. version: of the weights, such that
         equal ones have equal weights."""
-        fitting = [row for row in held_out if row.answer_at <= self.config.engine.max_input_len]
-        chosen = fitting[: self.config.validation.generations]
+        longest, wanted = self.config.engine.max_input_len, self.config.validation.generations
+        chosen = [row for row in held_out if row.answer_at <= longest][:wanted]
+        if len(chosen) < wanted and not self._said:
+            self._said = True
+            log.warning("%d of %d held-out prompts, of validation.generations=%d, have at most engine.max_input_len=%d tokens",
+                        len(chosen), len(held_out), wanted, longest)  # fmt: skip
         if not chosen:
             return None
         samples = {i: Sample(row.ids[: row.answer_at].tolist(), row.prompt, row.origin) for i, row in enumerate(chosen)}

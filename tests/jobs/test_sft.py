@@ -157,6 +157,28 @@ def test_its_checkpoint_is_a_model(whole, shared_jobs: Launcher, tmp_path):
     shutil.rmtree(shared_jobs.run("after").path)
 
 
+def test_real_problems(jobs: Launcher, shared_data, tmp_path):
+    """gsm8k as prompts and completions, a letter a token: most are longer than this model, and are cut; the record counts them."""
+    lines = shared_data("gsm8k/gsm8k_train.jsonl").read_text().splitlines()[:60]
+    rows = [{"prompt": p["question"], "completion": p["answer"]} for p in map(json.loads, lines)]
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (
+        f"data.train={file}",
+        "data.holdout=0.2",
+        "data.overlong=truncate",
+        "data.max_length=256",
+        "run.max_steps=2",
+    )
+    sft(jobs, "gsm8k", *settings, "sft.packing=true").finish()
+    run = jobs.run("gsm8k")
+    record = json.loads((run.path / "run_sft.json").read_text())
+    long = [row for row in rows if len(row["prompt"].encode()) + len(row["completion"].encode()) > 256]
+    assert record["train_rows"] + record["held_out_rows"] + record["dropped_rows"] == 60
+    assert len(long) - 5 <= record["truncated_rows"] + record["dropped_rows"] <= 60 and record["truncated_rows"] > 0
+    assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
+
+
 def test_what_is_refused(jobs: Launcher, data, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(told(1)) + "\n" + json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
