@@ -153,10 +153,6 @@ class Tokenizer:
         """Ids of texts that the chat template has written: it alone decides about a BOS, and none may have two."""
         return [self._with_one_bos(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
-    def encode_continuation(self, text: str) -> list[int]:
-        """Ids of a text that goes on after another: nothing is put before or after it."""
-        return self._ids(text)
-
     @property
     def marks_generation(self) -> bool:
         """Whether the chat template says itself, by {% generation %}, what the assistant has written."""
