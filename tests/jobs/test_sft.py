@@ -87,7 +87,12 @@ def test_held_out_prompts_are_answered(whole):
     run, _ = whole
     for step in (0, 5, 9):
         samples = run.validation(step)
-        assert [s["sample_id"] for s in samples] == [0, 1, 2] and samples[0]["origin"].endswith("held_out.jsonl:1")
+        assert [s["sample_id"] for s in samples] == [0, 1, 2]
+        assert [s["origin"][-2:] for s in samples] == [
+            ":2",
+            ":3",
+            ":5",
+        ]  # the conversations are too long for the engine
         assert "score" not in samples[0] and samples[0]["certificate"].startswith("sampled:")
     assert run.rows[-1]["val/response_length"] == pytest.approx(sum(len(s["response_ids"]) for s in samples) / 3)
     assert run.rows[-1]["val/finished"] == sum(s["finish_reason"] == "stop" for s in samples) / 3
@@ -99,7 +104,9 @@ def test_padded_rows_and_two_ranks_give_the_same_run(whole, shared_jobs: Launche
     other = shared_jobs.run("padded")
     for row, wanted in zip(other.rows, run.rows, strict=True):
         for key in ("train/loss", "train/grad_norm", "val/loss"):
-            assert row.get(key) == pytest.approx(wanted.get(key), rel=1e-3), f"step {row['step']}, {key}"
+            assert (key in row) == (key in wanted)
+            if key in row:
+                assert row[key] == pytest.approx(wanted[key], rel=1e-3), f"step {row['step']}, {key}"
 
 
 def test_a_killed_run_continues_exactly(whole, shared_jobs: Launcher, data):
@@ -144,7 +151,7 @@ def test_its_checkpoint_is_a_model(whole, shared_jobs: Launcher, tmp_path):
     asked.write_text(json.dumps(told(31)).replace('"completion"', '"answer"') + "\n")
     options = ("--prompts", str(asked), "--greedy", "--max_output_len", "8", "--dtype", "float32")
     (answer,) = read_jsonl(shared_jobs.start("generate.py", "--checkpoint", str(run.path), *options).finish().output)
-    assert answer["response"] == run.validation(9)[1]["response"]
+    assert answer["text"] == run.validation(9)[0]["response"] and answer["finish_reason"] == "stop"
     checkpoint = run.path / "checkpoints" / "step_000009" / "sft"
     ppo = ("critic.place=none", "ppo.advantage=reinforce_baseline", "ppo.truncation=ignore", "reward.place=actor")
     steps = ("run.max_steps=1", "ppo.critic_warmup_steps=0", "validation.every=0", f"model.checkpoint={checkpoint}")
@@ -187,7 +194,7 @@ def test_what_is_refused(jobs: Launcher, data, tmp_path):
         "endless": ([data[0], "train.epochs=null"], ["train.epochs=null and run.max_steps=null"]),
         "unheld": ([data[0], "validation.generations=3"], ["validation.generations=3 needs", "held-out rows"]),
         "chunks": ([data[0], "sft.packing=true", "parallel.pipeline=2", "parallel.virtual_pipeline=2"], ["sft.packing=true does not go"]),
-        "another job's key": ([data[0], "data.task=chain_sum"], ["data.task: it belongs to the actor job"]),
+        "of another job": ([data[0], "data.task=chain_sum"], ["data.task: it belongs to the actor job"]),
     }  # fmt: skip
     for what, (overrides, texts) in cases.items():
         assert_refused(sft(jobs, what.replace(" ", "_"), *overrides), ExitCode.CONFIGURATION, *texts)
