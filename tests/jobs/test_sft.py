@@ -156,7 +156,7 @@ def test_its_checkpoint_is_a_model(whole, shared_jobs: Launcher, tmp_path):
     ppo = ("critic.place=none", "ppo.advantage=reinforce_baseline", "ppo.truncation=ignore", "reward.place=actor")
     steps = ("run.max_steps=1", "ppo.critic_warmup_steps=0", "validation.every=0", f"model.checkpoint={checkpoint}")
     shared_jobs.actor("after", *ppo, *steps).finish()
-    assert shared_jobs.run("after").rows[-1]["weight_version"] == 0 and shared_jobs.run("after").pairs == [
+    assert shared_jobs.run("after").rows[-1]["weight_version"] == 1 and shared_jobs.run("after").pairs == [
         "step_000001"
     ]
     shutil.rmtree(shared_jobs.run("after").path)
