@@ -24,7 +24,9 @@ from aligner.ops.truncation import handle_truncation, soft_overlong_penalty
 class Signals:
     """What was asked about a rollout, in the order of its rows."""
 
-    logprobs: Tensor  # [B, S] float32, policy before this step's updates
+    logprobs: Optional[
+        Tensor
+    ]  # [B, S] float32, policy before this step's updates; None: read off the only update, see observe
     reference_logprobs: Optional[Tensor]  # [B, S] float32; None where there is no reference
     scores: Tensor  # [B] float32
     values: Tensor  # [B, S] float32; zeros without a critic
@@ -37,15 +39,23 @@ class Experience:
     """One step's training data. `mask` is the response mask less what the truncation setting leaves out of both losses."""
 
     rollouts: Rollouts
-    logprobs: Tensor  # [B, S]
+    logprobs: Optional[Tensor]  # [B, S]
     advantages: Tensor  # [B, S]
     values: Tensor  # [B, S]
     returns: Tensor  # [B, S]
     mask: Tensor  # [B, S] bool
     kl: Tensor  # [B, S] log-ratio to the reference (k1), 0 outside the response and without a reference
-    reference_logprobs: Optional[Tensor]  # [B, S], where the KL penalty is part of the loss
+    reference_logprobs: Optional[Tensor]  # [B, S]
+    kl_in_loss: bool
     weights: Optional[Tensor]  # [B, S] of each token's policy loss, where ppo.importance_cap asks for a correction
     metrics: dict[str, float]
+
+    def observe(self, logprobs: Tensor) -> None:
+        """The policy's log-probs [B, S] before this step's updates, and what is told of them, where that was not known before."""
+        self.logprobs = clean(logprobs, self.rollouts.mask, "policy log-probs")
+        if self.reference_logprobs is not None:
+            self.kl = self.logprobs - self.reference_logprobs
+        self.metrics |= _logprob_metrics(self.rollouts, self.logprobs, self.reference_logprobs)
 
     def critic_batch(self) -> CriticBatch:
         r = self.rollouts
@@ -86,24 +96,17 @@ def build_experience(
         how = {"whole": ppo.overlong_length, "cache": ppo.overlong_cache}
         scores = scores + ppo.overlong_penalty * soft_overlong_penalty(rollouts.mask.sum(1), **how)
     scores, reward_metrics = _scaled(scores, mask, rollouts, ppo, moments or RunningMoments())
-    logprobs = clean(signals.logprobs, rollouts.mask, "policy log-probs")
     values = clean(signals.values, rollouts.mask, "values")
-    reference = signals.reference_logprobs
-    if reference is not None:
-        reference = clean(reference, rollouts.mask, "reference log-probs")
-    measured = logprobs if reference is None else reference
-    kl = logprobs - measured
     in_loss = ppo.kl_place is KLPlace.loss and kl_coefficient > 0
-    rewards = rewards_with_kl(
-        scores,
-        kl_per_token(logprobs, measured, ppo.kl_estimator),
-        mask,
-        coefficient=0.0 if in_loss else kl_coefficient,
-        reduction=ppo.kl_reduction,
-    )
+    logprobs, reference = _cleaned(signals, rollouts.mask)
+    kl = penalised = torch.zeros_like(values)
+    if logprobs is not None and reference is not None:
+        kl, penalised = logprobs - reference, kl_per_token(logprobs, reference, ppo.kl_estimator)
+    how = {"coefficient": 0.0 if in_loss else kl_coefficient, "reduction": ppo.kl_reduction}
+    rewards = rewards_with_kl(scores, penalised, mask, **how)
     metrics = {"kl/coefficient": kl_coefficient, **reward_metrics, **_rollout_metrics(rollouts, signals)}
-    if reference is not None:
-        metrics |= {"kl/mean": float(masked_mean(kl, rollouts.mask)), "kl/sequence": float(kl.sum(1).mean())}
+    if logprobs is not None:
+        metrics |= _logprob_metrics(rollouts, logprobs, reference)
     groups = rollouts.sample_ids // ppo.samples_per_prompt
     if ppo.samples_per_prompt > 1:
         metrics |= _group_metrics(signals.scores, mask, groups)
@@ -121,8 +124,14 @@ def build_experience(
     if ppo.importance_cap is not None:
         weights = importance_weights(logprobs, rollouts.engine_logprobs, rollouts.mask, cap=ppo.importance_cap)
         metrics["drift/weight"] = float(masked_mean(weights, rollouts.mask))
-    kept = reference if in_loss else None
-    return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, kept, weights, metrics)
+    return Experience(rollouts, logprobs, advantages, values, returns, mask, kl, reference, in_loss, weights, metrics)
+
+
+def _cleaned(signals: Signals, mask: Tensor) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """Log-probs of policy and reference, 0 outside mask."""
+    named = ((signals.logprobs, "policy log-probs"), (signals.reference_logprobs, "reference log-probs"))
+    policy, reference = (None if given is None else clean(given, mask, name) for given, name in named)
+    return policy, reference
 
 
 def _scaled(
@@ -165,15 +174,23 @@ def _group_metrics(scores: Tensor, mask: Tensor, groups: Tensor) -> dict[str, fl
 
 def _rollout_metrics(rollouts: Rollouts, signals: Signals) -> dict[str, float]:
     mask, scores = rollouts.mask, signals.scores
-    found = drift(signals.logprobs, rollouts.engine_logprobs, mask)
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
         "response/length": float(mask.sum(1).float().mean()),
         "response/truncated": float(rollouts.truncated.float().mean()),
         "refit/staleness": float(signals.weight_version - rollouts.weight_version),
-        **{f"drift/{name}": value for name, value in found.items()},
     }
+
+
+def _logprob_metrics(rollouts: Rollouts, logprobs: Tensor, reference: Optional[Tensor]) -> dict[str, float]:
+    """Of the policy before this step's updates, against the engine that sampled and the reference, where there is one."""
+    found = drift(logprobs, rollouts.engine_logprobs, rollouts.mask)
+    metrics = {f"drift/{name}": value for name, value in found.items()}
+    if reference is not None:
+        kl = logprobs - reference
+        metrics |= {"kl/mean": float(masked_mean(kl, rollouts.mask)), "kl/sequence": float(kl.sum(1).mean())}
+    return metrics
 
 
 def _critic_metrics(rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor, gamma: float) -> dict[str, float]:

@@ -13,6 +13,7 @@ from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation, sampling_fields
 from aligner.algorithms.pairs import PairedCheckpoints
+from aligner.algorithms.policy_batches import policy_mini_batch, update_tells_logprobs
 from aligner.algorithms.records import DriftAlarm, part_means, sample_rows
 from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.trainer_state import TrainerState
@@ -178,13 +179,15 @@ class PPOTrainer:
             for sample_id, sample in samples.items()
         ]
 
-    def logprobs(self, rollouts: Rollouts) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """[B, S] each: of the policy and of the frozen reference (None without one), at the sampling temperature."""
+    def logprobs(self, rollouts: Rollouts) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """[B, S] each: of the policy (None where it is read off the update) and of the frozen reference (None without one), at the sampling
+        temperature."""
         temperature = self.config.sampling.temperature
-        logprobs = self.policy.logprobs(rollouts, temperature=temperature)
+        from_update = self.critic is None and update_tells_logprobs(self.ppo)
+        logprobs = None if from_update else self.policy.logprobs(rollouts, temperature=temperature)
         if self.ppo.reference is ReferencePlace.none:
             return logprobs, None
-        if self.state.weight_version == 0:
+        if self.state.weight_version == 0 and logprobs is not None:
             return logprobs, logprobs  # before its first update the policy is the reference
         return logprobs, self.policy.reference_logprobs(rollouts, temperature=temperature)
 
@@ -234,6 +237,9 @@ class PPOTrainer:
         batches = self.policy_mini_batches(step, experience)
         metrics = train_in_turn(batches, self.policy.train, step=step, keep_batch=self.recorder.keep_batch)
         self.state.weight_version += 1
+        if experience.logprobs is None:
+            (rows,) = self.mini_batch_rows(step, experience)
+            experience.observe(self.policy.trained_logprobs[rows.argsort()])
         return {f"policy/{key}": value for key, value in metrics.items()}
 
     def policy_trains(self, step: int) -> bool:
@@ -242,19 +248,14 @@ class PPOTrainer:
         return step > self.ppo.critic_warmup_steps and not waits
 
     def policy_mini_batches(self, step: int, experience: Experience) -> Iterator[PolicyMiniBatch]:
-        rollouts, size, reference = experience.rollouts, self.ppo.mini_batch_size, experience.reference_logprobs
+        for rows in self.mini_batch_rows(step, experience):
+            yield policy_mini_batch(experience, rows, self.state.kl_coefficient)
+
+    def mini_batch_rows(self, step: int, experience: Experience) -> Iterator[torch.Tensor]:
+        """Row indices of each update."""
+        rows, size = len(experience.rollouts), self.ppo.mini_batch_size
         for epoch in range(self.ppo.epochs):
-            for rows in mini_batches(len(rollouts), size, seed=self.config.run.seed, step=step, epoch=epoch):
-                yield PolicyMiniBatch(
-                    tokens=rollouts.tokens[rows],
-                    lengths=rollouts.lengths[rows],
-                    mask=experience.mask[rows],
-                    old_logprobs=experience.logprobs[rows],
-                    advantages=experience.advantages[rows],
-                    weights=None if experience.weights is None else experience.weights[rows],
-                    reference_logprobs=None if reference is None else reference[rows],
-                    kl_coefficient=0.0 if reference is None else self.state.kl_coefficient,
-                )
+            yield from mini_batches(rows, size, seed=self.config.run.seed, step=step, epoch=epoch)
 
     def refit_ahead(self, step: int, critic_update: "Optional[Future[dict[str, float]]]") -> float:
         """What the next step's refit would do, while the critic still trains. Returns the seconds that both took together, on rank 0."""

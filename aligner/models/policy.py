@@ -45,7 +45,9 @@ class PolicyMiniBatch:
     tokens: Tensor  # [B, S] int64
     lengths: Tensor  # [B] int64
     mask: Tensor  # [B, S] bool
-    old_logprobs: Tensor  # [B, S] float32
+    old_logprobs: Optional[
+        Tensor
+    ]  # [B, S] float32; None: the policy is as it was when it sampled, see trained_logprobs
     advantages: Tensor  # [B, S] float32
     weights: Optional[Tensor] = None  # [B, S] float32, of each token's loss (ops/importance.py); absent: 1
     reference_logprobs: Optional[Tensor] = None  # [B, S] float32, where the KL penalty is part of the loss
@@ -72,6 +74,9 @@ class Policy:
         cut = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
         self.model = TrainableModel(model, shape, optim, topology, **cut)
         self.shape = shape
+        self.trained_logprobs: Optional[Tensor] = (
+            None  # [B, S] of the last batch without old_logprobs, before its update
+        )
         self._reference = None
         if reference is not None:
             chunks = self.model.plain_chunks
@@ -104,8 +109,12 @@ class Policy:
             temperature=temperature,
             vocab_size=self.shape.vocab_size,
         )
-        spread = torch.zeros(micro.tokens.shape, dtype=torch.float32, device=found.device)
-        spread[chosen] = found
+        return self._spread(found, micro)
+
+    def _spread(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
+        """[m, W] float32 of those at chosen_positions, 0 where the mask is False."""
+        spread = torch.zeros(micro.tokens.shape, dtype=torch.float32, device=logprobs.device)
+        spread[chosen_positions(micro)] = logprobs.float()
         return torch.where(micro.fields["mask"], spread, 0.0)
 
     # Training
@@ -116,21 +125,21 @@ class Policy:
         A loss or gradient that is not finite skips the step on every rank (`skipped` 1) and changes nothing; so
         does a mask without a token (`skipped` and `empty` 1). Raises FloatingPointError
         where an advantage or an old log-prob under the mask is not finite: that is an error of the caller's."""
-        fields = {
-            "mask": batch.mask,
-            "old_logprobs": clean(batch.old_logprobs, batch.mask, "old_logprobs"),
-            "advantages": clean(batch.advantages, batch.mask, "advantages"),
-        }
-        for name in ("weights", "reference_logprobs"):
+        fields = {"mask": batch.mask, "advantages": clean(batch.advantages, batch.mask, "advantages")}
+        for name in ("old_logprobs", "weights", "reference_logprobs"):
             if (given := getattr(batch, name)) is not None:
                 fields[name] = clean(given, batch.mask, name)
         settings = self.loss
         fields["shares"] = token_shares(batch.mask, settings.aggregate, constant_length=settings.constant_length)
         tokens = int(batch.mask.sum())
-        loss = partial(self._loss, batch.kl_coefficient)
+        seen: list[tuple[MicroBatch, Tensor]] = []
+        loss = partial(self._loss, batch.kl_coefficient, seen)
         sums, update = self.model.train_step(
             batch.tokens, batch.lengths, fields, loss=loss, positions=predicting_positions
         )
+        if batch.old_logprobs is None:
+            parts, micro = [part for _, part in seen], [one for one, _ in seen]
+            self.trained_logprobs = pipeline.to_global(parts, micro, tuple(batch.tokens.shape), self.topology)
         count = max(tokens, 1)
         return {
             "loss": sums["loss"],
@@ -154,7 +163,10 @@ class Policy:
             told["dual_clip_fraction"] = sums["dual_clipped"] / count
         return told
 
-    def _loss(self, kl_coefficient: float, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, kl_coefficient: float, seen: list[tuple[MicroBatch, Tensor]], micro: MicroBatch, logits: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """seen: told the log-probs [m, W] of micro-batches that have no old ones."""
         chosen = chosen_positions(micro)
         logprobs, entropy = vocab_parallel_logprobs_and_entropy(
             logits[0],
@@ -164,9 +176,13 @@ class Policy:
             vocab_size=self.shape.vocab_size,
         )
         given = {name: field[chosen] for name, field in micro.fields.items()}
+        old_logprobs = given.pop("old_logprobs", None)
+        if old_logprobs is None:
+            seen.append((micro, self._spread(logprobs.detach(), micro)))
         try:
             return policy_loss(
                 logprobs,
+                old_logprobs,
                 **given,
                 objective=self.loss.objective,
                 sequences=chosen.nonzero()[:, 0],  # rows are never cut: a response's tokens are all in one micro-batch

@@ -31,7 +31,7 @@ METRICS = ("tokens", "policy_loss", "ratio", "clipped", "dual_clipped", "approxi
 
 def policy_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Optional[Tensor],
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -45,11 +45,13 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum over mask of share * (w * term - entropy_bonus * entropy + kl_coefficient * kl), where term is the objective's.
 
-    All tensors have one shape, [B, S] or any other; logprobs and entropy carry gradients. shares: of each token in the loss of the
+    All tensors have one shape, [B, S] or any other; logprobs and entropy carry gradients. old_logprobs: None where the policy has not
+    changed since, so that the ratio is 1 and has its gradient all the same. shares: of each token in the loss of the
     whole mini-batch (ops/aggregate.py). sequences: int64, names each token's response, of which all tokens are there; for gspo.
     weights w: constants, absent 1 (ops/importance.py: decoupled PPO). reference_logprobs: of the frozen reference, where a KL penalty
     is part of the loss. Returns (scalar, METRICS): detached plain SUMS over mask, and their count `tokens`; divide after summing over
     ranks."""
+    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     same_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, shares=shares)
     if objective.entropy_bonus and entropy is None:
         raise ValueError(f"entropy_bonus is {objective.entropy_bonus} but no entropy was given")

@@ -5,6 +5,8 @@ The trainer, policy, engine, critic and records are those of a job; the critic r
 needed, and the reward is computed here. tests/jobs/test_layouts.py has the same for two jobs with grids of their own."""
 
 from concurrent.futures import Future
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +34,11 @@ CRITIC_FREE = (
     "ppo.kl_place=loss",
     "ppo.kl_estimator=k3",
     "ppo.critic_warmup_steps=0",
+    "ppo.mini_batch_size=8",  # one update a step, which its log-probs are read off
 )
+
+
+TWO_PASSES = "one-two-passes"
 
 
 def _body(rank, base, grids):
@@ -40,6 +46,8 @@ def _body(rank, base, grids):
         (topology,) = topologies(grid)
         _run(name, base, topology)
         _run(f"{name}-critic-free", base, topology, *CRITIC_FREE)
+        if name == "one":
+            _run(TWO_PASSES, base, topology, *CRITIC_FREE)
 
 
 def _run(name, base, topology, *free):
@@ -75,7 +83,8 @@ def _run(name, base, topology, *free):
     # A served critic is asked by rank 0 alone; one on the same grid trains with all ranks.
     if critic is not None:
         trainer.start_critic_training = lambda step, experience: critic.train(step, experience.critic_batch())
-    trainer.fit(resume_from=None)
+    with patch("aligner.algorithms.ppo.update_tells_logprobs", lambda ppo: False) if name == TWO_PASSES else nullcontext():
+        trainer.fit(resume_from=None)
     trainer.recorder.close()
 
 
@@ -142,6 +151,7 @@ def reference(tmp_path_factory):
     assert len({sample["score"] for sample in run.samples(3)}) > 1, "a reward that is the same for all teaches nothing"
     free = Run(base / "one-critic-free")
     assert max(row["sampling/prompts"] for row in free.rows[1:]) > 4, "no group was replaced: this test shows nothing"
+    assert_close(Run(base / TWO_PASSES), free)
     return run, base
 
 

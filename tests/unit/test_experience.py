@@ -165,7 +165,17 @@ def test_a_kl_in_the_loss_leaves_the_rewards_alone(groups):
     assert experience.reference_logprobs[groups.mask].unique().tolist() == [-1.5]
     assert experience.metrics["kl/mean"] == pytest.approx(0.5)
     rewarded, other = first_advantages(groups, dataclasses.replace(settings, kl_place=KLPlace.reward))
-    assert rewarded != found and other.reference_logprobs is None
+    assert rewarded != found and experience.kl_in_loss and not other.kl_in_loss
+
+
+def test_log_probs_may_be_known_later(groups):
+    settings = dataclasses.replace(GROUPS, advantage=Advantage.dr_grpo, kl_place=KLPlace.loss)
+    before, known = first_advantages(groups, settings)
+    found, experience = first_advantages(groups, settings, logprobs=None)
+    assert found == before and not {"drift/mean", "kl/mean"} & experience.metrics.keys()
+    experience.observe(torch.where(groups.mask, -1.0, float("nan")))
+    assert experience.metrics == known.metrics and torch.equal(experience.kl, known.kl)
+    assert torch.equal(experience.logprobs, known.logprobs)
 
 
 def test_without_a_reference_there_is_no_kl(groups):

@@ -207,6 +207,21 @@ def test_whose_gradient_each_kl_estimator_has():
         torch.testing.assert_close(expected_gradient(logits, q, estimator), gradient, msg=estimator.name)
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_without_old_log_probs_the_policy_is_its_own_old_one(name):
+    logprobs, _, reference, advantages, mask = case(7)
+    results = []
+    for old in (None, logprobs.clone()):
+        given = torch.where(mask, logprobs, NAN).requires_grad_()
+        loss, metrics = run(
+            given, old, reference, advantages, mask, OBJECTIVES[name], Aggregate.token, kl_coefficient=0.1
+        )
+        loss.backward()
+        results.append((loss.detach(), given.grad, metrics))
+    torch.testing.assert_close(results[0][:2], results[1][:2])
+    assert results[0][2] == results[1][2] and results[0][2]["ratio"] == mask.sum()
+
+
 def test_nan_in_the_reference_is_named_and_gspo_wants_sequences():
     *tensors, mask = case()
     tensors[2][1, 2] = NAN
