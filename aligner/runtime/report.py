@@ -151,6 +151,9 @@ def _charts(rows: Sequence[Row]) -> str:
         line_chart("KL to the reference, per token", [series("kl/mean", "mean of k1")]),
         line_chart("KL to the reference, per sequence", [series("kl/sequence", "mean of sums")]),
         line_chart(
+            "Groups of equal scores", [series("groups/equal", "trained on"), series("sampling/equal", "sampled")]
+        ),
+        line_chart(
             "Response length (tokens)",
             [series("response/length", "training"), series("val/response_length", "held out")],
         ),
