@@ -7,6 +7,7 @@ import argparse
 import json
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from workload import LEARNING_RATE, grpo_arguments
@@ -92,7 +93,7 @@ def main() -> None:
         trainer.fit(resume_from=None)
         trainer.recorder.close()
         rows = [json.loads(line) for line in (Path(job.folder.path) / "metrics.jsonl").read_text().splitlines()]
-        for row, before, after in zip(rows, cpu, cpu[1:], strict=True):
+        for row, (before, after) in zip(rows, pairwise(cpu), strict=True):
             assert row["response/length"] == options.response, row["response/length"]
             print("STEP", json.dumps(phases(row, after - before)), flush=True)
         reward.close()
