@@ -35,8 +35,7 @@ class SafeTensors(Mapping[str, Tensor]):
         self.folder = folder
         files = sorted(folder.glob("*.safetensors"))
         if (folder / INDEX).is_file():
-            listed = json.loads((folder / INDEX).read_text())["weight_map"]
-            files = [folder / name for name in sorted(set(listed.values()))]
+            files = [folder / name for name in _indexed(folder / INDEX)]
         if missing := [f.name for f in files if not f.is_file()]:
             raise ValueError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names; copy the whole folder")
         if not files:
@@ -63,6 +62,20 @@ class SafeTensors(Mapping[str, Tensor]):
     def dtypes(self) -> set[str]:
         """safetensors' names of the types in use: F32, BF16 ..."""
         return {file.get_slice(inside).get_dtype() for file, inside in self._of.values()}
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names."""
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
+            raise ValueError(f"its weight_map names {sorted(map(str, files))[:3]}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's and Unicode's errors are ValueErrors
+        raise ValueError(
+            f"{index} is no index of safetensors files ({type(error).__name__}: {error}); copy it again, or delete it where the folder "
+            "holds all *.safetensors"
+        ) from None
+    return sorted(files)
 
 
 def _open(file: Path) -> safe_open:

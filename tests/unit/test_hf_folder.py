@@ -48,6 +48,20 @@ def test_what_is_missing_is_named(tmp_path):
         copy_tokenizer_files(tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b'{"weight_map": {"a": "mod', b"\xff\xfe", b"[]", b"{}", b'{"weight_map": {}}', b'{"weight_map": {"a": 3}}',
+     b'{"weight_map": {"a": "../model.safetensors"}}'],
+)  # fmt: skip
+def test_a_damaged_index_is_named(tmp_path, content):
+    write(tmp_path, {"a": torch.ones(2)})
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(
+        ValueError, match="model.safetensors.index.json is no index of safetensors files .*copy it again"
+    ):
+        SafeTensors(tmp_path)
+
+
 def test_files_follow_the_umask_and_transposed_views_are_written_whole(tmp_path):
     before = os.umask(0o027)
     try:
