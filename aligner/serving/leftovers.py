@@ -20,7 +20,13 @@ MARK = "ALIGNER_TRITON"  # in the environment of Triton's processes: the workspa
 OWNER = "owner.json"
 WORKSPACE = re.compile(r"aligner-triton-(\d+)-")
 SHARED_MEMORY = re.compile(r"pytrtion(\d+)-")  # the library's own spelling
+HOLDINGS = "holdings.json"
+SEGMENT = re.compile(r"/dev/shm/psm_[0-9a-f]+")  # Python's name for any shared memory: it does not tell whose it is
+FOLDER = re.compile(r".*/folder\w{6}(?=/)")  # Triton's copy of a model's script, in the command line of what runs it
+ENVIRONMENT = re.compile(r"python_env_\w{6}")  # an empty folder that Triton's Python backend makes as it starts
+LOADED = 60.0  # seconds after its start in which a Triton server has loaded that backend
 POLL = 0.5
+WATCHED = 5.0
 SETTLED = 3.0  # seconds in which no further process may appear: one that was being started when its parent was killed
 
 
@@ -61,13 +67,83 @@ def remove_abandoned(run: str) -> None:
 
 def remove(home: Path, pid: int) -> None:
     """End Triton's processes of a server that is gone, then remove its files."""
+    holdings = note_holdings(home)
     for process in _marked(home):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     for file in _own_entries(Path("/dev/shm"), SHARED_MEMORY):
         if int(SHARED_MEMORY.match(file.name)[1]) == pid:
             _unlink(file)
+    _remove_holdings(holdings)
     shutil.rmtree(home, ignore_errors=True)
+
+
+def note_holdings(home: Path) -> dict[str, int]:
+    """Path -> inode of what the processes of a workspace use under names that do not tell whose it is; with what was noted before, in the
+    workspace: when they are killed with their server, nothing else knows."""
+    noted = {}
+    with contextlib.suppress(OSError, ValueError):
+        noted = json.loads((home / HOLDINGS).read_text())
+    found = {str(path): inode for process in _marked(home) for path in _held_by(process) if (inode := _inode(path))}
+    if found.keys() - noted.keys():
+        noted = {**found, **noted}
+        with contextlib.suppress(OSError):
+            beside = home / f"{HOLDINGS}.new"
+            beside.write_text(json.dumps(noted))
+            beside.replace(home / HOLDINGS)
+    return noted
+
+
+def _held_by(process: int) -> Iterator[Path]:
+    """Segments that it has open, its model's folder, and, of a Triton server, the backend's folder that was made as it started."""
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if match := SEGMENT.fullmatch(os.readlink(link)):
+                    yield Path(match[0])
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
+        yield from (Path(match[0]) for word in words if (match := FOLDER.match(word)))
+        if Path(words[0]).name == "tritonserver":
+            yield from (path for path in _own_entries(Path("/tmp"), ENVIRONMENT) if _is_of(path, process))
+
+
+def _is_of(environment: Path, server: int) -> bool:
+    """Whether a server may have made the folder: it was started at most LOADED seconds before."""
+    start = process_start(server)
+    if start is None:
+        return False
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return 0 <= environment.stat().st_ctime - booted - int(start) / os.sysconf("SC_CLK_TCK") <= LOADED
+
+
+def _remove_holdings(holdings: dict[str, int]) -> None:
+    """What still is what was noted. An environment goes only where no server that lives could have made it."""
+    for path in map(Path, holdings):
+        if _inode(path) != holdings[str(path)]:
+            continue
+        with contextlib.suppress(OSError):
+            if not path.is_dir():
+                path.unlink()
+            elif not ENVIRONMENT.fullmatch(path.name):
+                shutil.rmtree(path)
+            elif not any(_is_of(path, server) for server in _servers()):
+                path.rmdir()  # it is empty
+
+
+def _servers() -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "comm").read_text().strip() == "tritonserver":
+                yield int(folder.name)
+
+
+def _inode(path: Path) -> int:
+    """0 where there is nothing of this user's."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        return status.st_ino if status.st_uid == os.getuid() else 0
+    return 0
 
 
 def _owner(home: Path) -> tuple[int, bool, Optional[str]]:
@@ -102,8 +178,12 @@ def _unlink(file: Path) -> None:
 
 
 def main(parent: int, home: Path) -> None:
+    looked = time.monotonic()
     while os.getppid() == parent:
         time.sleep(POLL)
+        if time.monotonic() - looked > WATCHED:
+            note_holdings(home)
+            looked = time.monotonic()
     until = time.monotonic() + SETTLED
     while time.monotonic() < until:
         remove(home, parent)

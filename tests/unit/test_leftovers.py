@@ -61,3 +61,76 @@ def test_the_guardian_removes_what_a_killed_server_leaves(tmp_path):
         time.sleep(0.1)
     assert [leftovers.process_start(pid) for pid in (guardian, child)] == [None, None]
     assert not Path(home).exists()
+
+
+HOLDER = """
+import multiprocessing.resource_tracker, multiprocessing.shared_memory, sys, time
+multiprocessing.resource_tracker.register = lambda *args: None  # nobody cleans up after it
+held = multiprocessing.shared_memory.SharedMemory(create=True, size=64)
+print("/dev/shm/" + held.name.lstrip("/"), flush=True)
+time.sleep(60)
+"""
+
+
+def start_holder(folder: Path, mark: str) -> tuple[subprocess.Popen, Path]:
+    """A process as Triton's Python backend runs one: it has a segment, and a script in a folder of Triton's."""
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(HOLDER)
+    environ = {**os.environ, leftovers.MARK: mark}
+    process = subprocess.Popen(
+        [sys.executable, str(folder / "1" / "model.py")], env=environ, stdout=subprocess.PIPE, text=True
+    )
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_tree_held_is_removed_and_nobody_elses(tmp_path, monkeypatch):
+    """Noted while it lived: once a whole tree was killed at once, nothing tells whose a segment was."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    home = tmp_path / f"aligner-triton-{2**22 + 1}-a"
+    home.mkdir()
+    ours, other = tmp_path / "folderAb12Cd", tmp_path / "folderXy98Zw"
+    mine, my_segment = start_holder(ours, str(home))
+    stranger, their_segment = start_holder(other, "/tmp/another")
+    try:
+        noted = leftovers.note_holdings(home)
+        assert set(noted) == {str(my_segment), str(ours)} and my_segment.exists()
+        mine.kill()
+        mine.wait()
+        leftovers.remove_abandoned("any")
+        assert not my_segment.exists() and not ours.exists() and not home.exists()
+        assert their_segment.exists() and other.exists() and stranger.poll() is None
+    finally:
+        for process in (mine, stranger):
+            process.kill()
+            process.wait()
+        their_segment.unlink(missing_ok=True)
+
+
+def test_a_name_that_was_given_anew_is_left(tmp_path):
+    file = tmp_path / "folderAb12Cd"
+    file.mkdir()
+    leftovers._remove_holdings({str(file): file.stat().st_ino + 1})
+    assert file.exists()
+    leftovers._remove_holdings({str(file): file.stat().st_ino})
+    assert not file.exists()
+
+
+def test_an_environment_goes_where_no_living_server_may_have_made_it(tmp_path, monkeypatch):
+    folder = tmp_path / "python_env_Ab12Cd"
+    folder.mkdir()
+    holdings = {str(folder): folder.stat().st_ino}
+    monkeypatch.setattr(leftovers, "_servers", lambda: [os.getppid()])
+    monkeypatch.setattr(leftovers, "_is_of", lambda environment, server: server == os.getppid())
+    leftovers._remove_holdings(holdings)
+    assert folder.exists()
+    monkeypatch.setattr(leftovers, "_servers", list)
+    leftovers._remove_holdings(holdings)
+    assert not folder.exists()
+    started = subprocess.Popen(["sleep", "60"])
+    folder.mkdir()
+    try:
+        monkeypatch.undo()
+        assert leftovers._is_of(folder, started.pid) and not leftovers._is_of(tmp_path.parents[1], started.pid)
+    finally:
+        started.kill()
+        started.wait()
