@@ -16,13 +16,15 @@ def main() -> int:
     from aligner.config.load import load
 
     config = load(CriticConfig, config_name="ppo_critic")  # before torch is imported: a wrong key is told at once
+    from aligner.algorithms.agreement import on_reporter
     from aligner.algorithms.assemble import newest_pair, start_job, with_saved_dtype
     from aligner.algorithms.critic_job import build_critic_job
     from aligner.parallel.startup import shutdown
     from aligner.serving.ending import TOLD
-    from aligner.serving.server import Place, serve, stop_asked
+    from aligner.serving.server import Place, check_place, serve, stop_asked
 
     job = start_job(config, "critic")
+    on_reporter(lambda: check_place(config.serving), job.topology)
     config.model = with_saved_dtype(config.model, job, newest_pair(job))
     backend = build_critic_job(config, job)
     reason = serve(

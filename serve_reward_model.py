@@ -18,13 +18,15 @@ def main() -> int:
     config = load(
         RewardServerConfig, config_name="reward_model"
     )  # before torch is imported: a wrong key is told at once
+    from aligner.algorithms.agreement import on_reporter
     from aligner.algorithms.assemble import start_job
     from aligner.algorithms.reward_job import build_reward_job
     from aligner.parallel.startup import shutdown
     from aligner.serving.ending import TOLD
-    from aligner.serving.server import Place, serve, stop_asked
+    from aligner.serving.server import Place, check_place, serve, stop_asked
 
     job = start_job(config, "reward")
+    on_reporter(lambda: check_place(config.serving), job.topology)
     backend = build_reward_job(config, job)
     reason = serve(
         backend,

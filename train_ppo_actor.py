@@ -54,7 +54,7 @@ def connect_reward(config, job):
     from aligner.algorithms.critic_job import reward_contract
     from aligner.serving.remote_reward import connect
 
-    how = {"keeps_alive": job.topology.is_reporter, "say": log.info}
+    how = {"keeps_alive": job.topology.is_reporter, "stop": stop, "say": log.info}
     return connect(config, reward_contract(config, job), job.folder.endpoints / "reward.json", **how)
 
 
@@ -80,8 +80,8 @@ def connect_critic(config, job):
         backend = build_critic_job(load(CriticConfig, overrides, config.critic.local_config), job)
         return LocalCritic.fitting(contract, backend)
     file = job.folder.endpoints / "critic.json"
-    how = {"trains": job.topology.is_reporter, "journal": job.folder.journal, "stacks": job.stacks, "say": log.info}
-    return RemoteCritic(contract, config.critic, endpoint_file=file, **how)
+    how = {"journal": job.folder.journal, "stacks": job.stacks, "stop": stop, "say": log.info}
+    return RemoteCritic(contract, config.critic, endpoint_file=file, trains=job.topology.is_reporter, **how)
 
 
 if __name__ == "__main__":

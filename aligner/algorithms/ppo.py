@@ -31,7 +31,7 @@ from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.device import peak_memory_bytes
 from aligner.parallel.topology import Topology
 from aligner.runtime import faults
-from aligner.runtime.errors import AgreedError
+from aligner.runtime.errors import AgreedError, Stopped
 from aligner.runtime.recorder import Recorder
 
 
@@ -226,6 +226,8 @@ class PPOTrainer:
             except Exception as problem:  # whatever it is, every rank must hear of it
                 outcome = problem
         outcome = broadcast_object(outcome, 0, self.topology.cpu_group)
+        if isinstance(outcome, Stopped):
+            raise outcome
         if isinstance(outcome, Exception):
             raise AgreedError(f"the critic did not train: {outcome}") from outcome
         return {f"critic/{key}": value for key, value in outcome.items()}

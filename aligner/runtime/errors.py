@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -16,6 +17,7 @@ from aligner.runtime.exit_codes import ExitCode
 PACKAGE = Path(__file__).resolve().parents[1]
 PATIENCE = 2.0  # seconds
 EXIT_FILE = "ALIGNER_EXIT_FILE"  # an environment variable
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # torch's zip writer reports a full disk as a RuntimeError without an errno: "pytorchstreamwriter failed", "unexpected pos 704 vs 598"
 DISK_TEXTS = (
@@ -58,6 +60,19 @@ class ContractError(UserError):
     """The two jobs do not fit together, or the other one cannot be reached."""
 
     exit_code = ExitCode.CONTRACT
+
+
+class Stopped(UserError):
+    """A stop was asked for while nothing could be saved: the newest checkpoint is what the run continues from."""
+
+    on_every_rank = True
+
+    def __init__(self, message: str, exit_code: ExitCode):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def __reduce__(self):  # it is broadcast to the other ranks
+        return Stopped, (str(self), self.exit_code)
 
 
 class StorageError(UserError):
@@ -184,8 +199,18 @@ def _report_lost_peer(said: str, rank: int) -> None:
         )
 
 
+def end_with_launcher() -> None:
+    """Under torchrun: let the kernel kill this rank where torchrun itself is killed. Orphans would hold the GPUs, the ports and the run's
+    lock, and nobody would start them again."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
     """Run an entry script's main and exit: with what it returns (None is 0), or as the error that ended it demands."""
+    end_with_launcher()
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     try:
         code = int(main() or 0)

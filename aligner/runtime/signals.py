@@ -4,6 +4,7 @@ import signal
 from types import FrameType
 from typing import Optional
 
+from aligner.runtime.errors import Stopped
 from aligner.runtime.exit_codes import ExitCode
 
 
@@ -38,6 +39,12 @@ class StopSignals:
     @property
     def stopping(self) -> bool:
         return self.received is not None or self._asked
+
+    def end_wait(self, doing: str) -> None:
+        """Raise Stopped where a stop was asked for. doing: what for is waited, for the message."""
+        if self.stopping:
+            by = self.received.name if self.received else "run.max_time"
+            raise Stopped(f"told to stop by {by} while {doing}; the same command continues the run", self.exit_code)
 
     @property
     def exit_code(self) -> ExitCode:

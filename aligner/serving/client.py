@@ -15,10 +15,11 @@ from aligner.config.groups import CriticClientConfig
 from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows
 from aligner.runtime.errors import ContractError
 from aligner.runtime.journal import Journal, JournalError
+from aligner.runtime.signals import StopSignals
 from aligner.runtime.stacks import Stacks
 from aligner.serving import protocol
 from aligner.serving.hello import Contract
-from aligner.serving.link import Link, NoAnswer, remaining
+from aligner.serving.link import CRITIC, Link, NoAnswer, Peer, remaining
 from aligner.serving.parts import encode_batch, split
 from aligner.serving.protocol import INFER, TRAIN, JobLost, NotInStep, ProtocolError, RequestFailed
 from aligner.serving.recovery import IN_STEP, Plan, plan
@@ -54,15 +55,19 @@ class RemoteCritic:
         trains: bool = False,
         journal: Optional[Journal] = None,
         stacks: Optional[Stacks] = None,
+        peer: Peer = CRITIC,
+        keeps_alive: bool = False,
+        stop: Optional[StopSignals] = None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
         """Connect, and compare contracts. token_file: where critic.endpoint is given, and so no endpoint file names it; absent: the
         .token beside endpoint_file, where there is one. journal: without it a critic job that died can be brought back to a pair only.
-        stacks: written before a wait is given up.
+        stacks: written before a wait is given up. peer: which job this is a client of. keeps_alive: tell it that its actor lives (the rank
+        that trains does in any case). stop: what a signal asked for; no wait for a job that is not there outlasts it.
 
         Raises ContractError where no critic answers in time or the jobs do not fit."""
         self._contract, self._config, self._say = contract, config, say
-        self._trains, self._journal, self._stacks = trains, journal, stacks
+        self._trains, self._journal, self._stacks, self._peer = trains, journal, stacks, peer
         self._closed = threading.Event()
         watch = Watchdog(self._closed)
         self._watch, self.patience = watch, config.patience
@@ -74,6 +79,8 @@ class RemoteCritic:
             watch=watch,
             say=say,
             proves_folder=trains,
+            peer=peer,
+            stop=stop,
         )
         self._link.connect()
         watch.start()
@@ -85,8 +92,9 @@ class RemoteCritic:
         self._infer_work = Workers("critic infer", CONNECTIONS)
         self._train_work = Workers("critic train", 1)
         self._save_work = Workers("critic save", 1)
+        if trains or keeps_alive:
+            threading.Thread(target=self._show_life, name=f"{peer.name} heartbeat", daemon=True).start()
         if trains:
-            threading.Thread(target=self._show_life, name="critic heartbeat", daemon=True).start()
             atexit.register(self.close)  # an actor that ends by an error says so too
 
     @property
@@ -113,7 +121,8 @@ class RemoteCritic:
         arrays = protocol.encode_rows(rows)
         if len(rows.lengths) > self.max_rows:
             raise ProtocolError(
-                f"{len(rows.lengths)} rows exceed the critic job's serving.max_rows={self.max_rows}; lower critic.infer_batch_size"
+                f"{len(rows.lengths)} rows exceed the {self._peer.name} job's serving.max_rows={self.max_rows}; "
+                "lower critic.infer_batch_size"
             )
         width = rows.tokens.size(1)
 
@@ -297,7 +306,7 @@ class RemoteCritic:
         return self._persist(lambda timeout: self._link.control(request, timeout=timeout))
 
     def _show_life(self) -> None:
-        """Tell the critic job that its actor lives, however long a step takes (serving.idle_timeout), and see whether it does."""
+        """Tell the other job that its actor lives, however long a step takes (serving.idle_timeout), and see whether it does."""
         while not self._closed.wait(self._config.heartbeat):
             epoch = self._link.epoch
             try:

@@ -76,10 +76,12 @@ def wait_for(
     say: Callable[[str], None],
     what: str,
     advice: str,
+    leave: Callable[[], None] = lambda: None,
 ) -> EndpointInfo:
     """Try find() and attempt() until an attempt passes; attempt raises OSError while the job is not there yet.
 
-    Says at once that it waits, and for what; raises TimeoutError with the same after `timeout` seconds."""
+    Says at once that it waits, and for what; raises TimeoutError with the same after `timeout` seconds.
+    leave: called several times a second; what it raises ends the wait."""
     deadline = time.monotonic() + timeout
     reminder, pause = 0.0, POLL
     while True:
@@ -97,5 +99,8 @@ def wait_for(
         if now >= reminder:
             say(f"waiting for it: {state}; giving up in {deadline - now:.0f} s")
             reminder = now + REMIND
-        time.sleep(max(0.0, min(pause, deadline - now)))
+        until = min(now + pause, deadline)
+        while (left := until - time.monotonic()) > 0:
+            leave()
+            time.sleep(min(POLL, left))
         pause = min(2 * pause, LONGEST_POLL)

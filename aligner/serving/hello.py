@@ -77,13 +77,13 @@ def version_of(mapping: Mapping[str, Any]) -> int:
     return version
 
 
-def version_problem(*, actor: int, critic: int) -> Optional[str]:
+def version_problem(*, actor: int, critic: int, job: str = "critic") -> Optional[str]:
     """Why two protocol versions do not work together; None where they do. The only check that must work between any two versions."""
     if actor == critic:
         return None
-    older = "actor" if actor < critic else "critic"
+    older = "actor" if actor < critic else job
     return (
-        f"the actor job speaks protocol version {actor}, the critic job version {critic}: "
+        f"the actor job speaks protocol version {actor}, the {job} job version {critic}: "
         f"run both from one release (the {older} job is older)"
     )
 
@@ -96,27 +96,27 @@ def problems(actor: Contract, critic: Contract) -> list[str]:
     found = []
     if actor.tokenizer_fingerprint != critic.tokenizer_fingerprint:
         found.append(
-            f"the tokenizers differ (actor {actor.tokenizer_fingerprint[:12]}, critic {critic.tokenizer_fingerprint[:12]}): "
+            f"the tokenizers differ (actor {actor.tokenizer_fingerprint[:12]}, the other job {critic.tokenizer_fingerprint[:12]}): "
             "convert both model.checkpoint folders from models with one tokenizer"
         )
     if actor.vocab_size != critic.vocab_size:
         found.append(
-            f"the unpadded vocabularies differ (actor {actor.vocab_size}, critic {critic.vocab_size}): "
+            f"the unpadded vocabularies differ (actor {actor.vocab_size}, the other job {critic.vocab_size}): "
             "use model.checkpoint folders of one family in both jobs"
         )
     if actor.max_length > critic.max_length:
         found.append(
-            f"the actor sends up to {actor.max_length} tokens a row, the critic takes {critic.max_length}: lower "
-            "engine.max_input_len + engine.max_output_len, or give the critic job a model.checkpoint with more positions"
+            f"the actor sends up to {actor.max_length} tokens a row, the other job takes {critic.max_length}: lower "
+            "engine.max_input_len + engine.max_output_len, or give that job a model.checkpoint with more positions"
         )
     if actor.reward_kind != critic.reward_kind:
         found.append(
-            f"the actor expects the critic job to score with reward.kind={actor.reward_kind}, it scores with "
+            f"the actor expects the other job to score with reward.kind={actor.reward_kind}, it scores with "
             f"{critic.reward_kind}: set reward.kind and reward.place alike in both jobs"
         )
     if actor.run_id != critic.run_id:
         found.append(
-            f"the actor job is run '{actor.run_id}', the critic job serves run '{critic.run_id}': set run.name alike in both jobs"
+            f"the actor job is run '{actor.run_id}', the other job serves run '{critic.run_id}': set run.name alike in both jobs"
         )
     if actor.step is not None and actor.step != critic.step:
         found.append(
@@ -135,7 +135,7 @@ def _row_problems(actor: Contract, critic: Contract) -> list[str]:
         )
     if None not in (actor.infer_rows, critic.max_rows) and actor.infer_rows > critic.max_rows:
         found.append(
-            f"the actor sends {actor.infer_rows} rows an inference request (critic.infer_batch_size), the critic job takes "
+            f"the actor sends {actor.infer_rows} rows an inference request (critic.infer_batch_size), the other job takes "
             f"{critic.max_rows} (serving.max_rows): lower the one or raise the other"
         )
     return found

@@ -61,7 +61,7 @@ class Inference:
         count = len(request.data["tokens"])
         if count > self._max_rows:
             raise ProtocolError(
-                f"{count} rows exceed the critic job's serving.max_rows={self._max_rows}; lower critic.infer_batch_size"
+                f"{count} rows exceed this job's serving.max_rows={self._max_rows}; lower critic.infer_batch_size"
             )
         protocol.check_rows(request.data, vocab_size=self._vocab_size, max_length=self._max_length)
         self._reception.counts["infer_requests"] += 1

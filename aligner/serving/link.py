@@ -5,6 +5,7 @@ import json
 import logging
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from aligner.config.groups import CriticClientConfig
 from aligner.runtime.errors import ContractError
+from aligner.runtime.signals import StopSignals
 from aligner.serving import access, protocol
 from aligner.serving.endpoint import EndpointInfo, parse_address, read_endpoint, wait_for
 from aligner.serving.hello import Contract, version_problem
@@ -23,6 +25,17 @@ log = logging.getLogger(__name__)
 
 EXPLICIT_TIMEOUT = 10.0
 CONTROL_TIMEOUT = 60.0  # of hello and status, which start no collective
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The job at the other end, as it is spoken of. Deadlines are the same settings for both."""
+
+    name: str = "critic"
+    script: str = "serve_ppo_critic.py"
+
+
+CRITIC, REWARD = Peer(), Peer("reward", "serve_reward_model.py")
 
 
 class NoAnswer(JobLost):
@@ -43,8 +56,12 @@ class Link:
         watch: Watchdog,
         say: Callable[[str], None],
         proves_folder: bool,
+        peer: Peer = CRITIC,
+        stop: Optional[StopSignals] = None,
     ) -> None:
-        """proves_folder: let the critic job read a file of the run folder back, so that both are known to see the same one."""
+        """proves_folder: let the critic job read a file of the run folder back, so that both are known to see the same one. stop: a wait
+        for the job ends with it."""
+        self._peer, self._stop = peer, stop or StopSignals()
         self._contract, self._config, self._watch, self._say = contract, config, watch, say
         self._endpoint_file, self._token_file = Path(endpoint_file), token_file
         self._proves_folder = proves_folder
@@ -67,9 +84,9 @@ class Link:
         explicit = self._config.endpoint is not None
         timeout = min(EXPLICIT_TIMEOUT, self._config.connect_timeout) if explicit else self._config.connect_timeout
         advice = (
-            f"start serve_ppo_critic.py there, or correct critic.endpoint={self._config.endpoint}"
+            f"start {self._peer.script} there, or correct {self._peer.name}.endpoint={self._config.endpoint}"
             if explicit
-            else "start serve_ppo_critic.py with the same run.dir and run.name, or set critic.endpoint=host:port "
+            else f"start {self._peer.script} with the same run.dir and run.name, or set {self._peer.name}.endpoint=host:port "
             "(deadline: critic.connect_timeout)"
         )
         try:
@@ -82,10 +99,10 @@ class Link:
 
         Raises JobLost with the cause where none came back within `timeout` seconds, ContractError where it does not fit."""
         advice = (
-            "start serve_ppo_critic.py again with the same run.dir and run.name (deadline: critic.reconnect_timeout)"
+            f"start {self._peer.script} again with the same run.dir and run.name (deadline: critic.reconnect_timeout)"
         )
         first = self.critic_contract
-        self._say(f"the critic job is lost ({cause}): waiting up to {timeout:.0f} s for one to answer")
+        self._say(f"the {self._peer.name} job is lost ({cause}): waiting up to {timeout:.0f} s for one to answer")
         try:
             self._find(then, timeout=timeout, advice=advice)
         except TimeoutError as error:
@@ -93,7 +110,7 @@ class Link:
         except ProtocolError as error:
             raise ContractError(str(error)) from None
         for difference in differences(first, self.critic_contract):
-            self._say(f"the critic job that came back is another than before: {difference}")
+            self._say(f"the {self._peer.name} job that came back is another than before: {difference}")
 
     def _find(self, then: Callable[[Mapping[str, Any]], None], *, timeout: float, advice: str) -> None:
         explicit = self._explicit()
@@ -109,8 +126,10 @@ class Link:
             attempt,
             timeout=timeout,
             say=self._say,
-            what="the critic job" if explicit else f"the critic job's endpoint file {self._endpoint_file}",
+            what=(what := f"the {self._peer.name} job")
+            + ("" if explicit else f"'s endpoint file {self._endpoint_file}"),
             advice=advice,
+            leave=lambda: self._stop.end_wait(f"waiting for {what}"),
         )
         self.epoch += 1
 
@@ -118,7 +137,7 @@ class Link:
         """The place that critic.endpoint names."""
         if self._config.endpoint is None:
             return None
-        host, port = parse_address(self._config.endpoint, key="critic.endpoint")
+        host, port = parse_address(self._config.endpoint, key=f"{self._peer.name}.endpoint")
         beside = self._endpoint_file.with_suffix(".token")  # where a job of this run folder puts it
         file = self._token_file or (beside if beside.exists() else None)
         token = None if file is None else str(file)
@@ -139,10 +158,12 @@ class Link:
             except JobLost:
                 raise
             except RequestFailed as error:
-                raise ContractError(f"the critic job at {info.address} refuses: {error}") from None
-        version = version_problem(actor=protocol.VERSION, critic=int(reply["contract"]["protocol"]))
+                raise ContractError(f"the {self._peer.name} job at {info.address} refuses: {error}") from None
+        version = version_problem(
+            actor=protocol.VERSION, critic=int(reply["contract"]["protocol"]), job=self._peer.name
+        )
         if version is not None:
-            raise ContractError(f"the critic job at {info.address} does not fit: {version}")
+            raise ContractError(f"the {self._peer.name} job at {info.address} does not fit: {version}")
         for warning in reply["warnings"]:
             self._say(warning)
         self.critic_contract = Contract.of(reply["contract"])
@@ -197,7 +218,7 @@ class Link:
             raise RequestFailed(f"{endpoint.name} at {self.address}: {error}") from None
         self.draining = bool(said["draining"])
         if self.instance is not None and said["instance"] != self.instance:
-            raise JobLost(f"another critic job than before answers at {self.address}")
+            raise JobLost(f"another {self._peer.name} job than before answers at {self.address}")
         return said
 
     def control(self, request: Mapping[str, Any], *, timeout: Optional[float] = None) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class FailureBoard:
 def lost_rank(error: Exception) -> LostRank:
     """What a failed collective says, without gloo's source line and advice."""
     text = re.sub(r"^\[\S+\] ", "", one_line(error).removeprefix("RuntimeError: "))
-    return LostRank(f"the critic job lost a rank: {text.split('. ')[0]}")
+    return LostRank(f"the job lost a rank: {text.split('. ')[0]}")
 
 
 def _own_group(group: Optional[dist.ProcessGroup], timeout: float) -> Optional[dist.ProcessGroup]:
@@ -135,7 +135,7 @@ class Loop:
         Raises JobLost where the job is ending."""
         with self._changed:
             if self._closed is not None:
-                raise JobLost(f"the critic job is ending ({self._closed})")
+                raise JobLost(f"the job is ending ({self._closed})")
             work = Work(call)
             self._waiting.append(work)
             self._changed.notify()
@@ -179,7 +179,7 @@ class Loop:
             refused = list(self._waiting)
             self._waiting.clear()
         for work in refused:
-            work.future.set_exception(JobLost(f"the critic job is ending ({self._closed})"))
+            work.future.set_exception(JobLost(f"the job is ending ({self._closed})"))
 
     def release(self) -> None:
         """Let the other ranks leave their loop."""
@@ -235,7 +235,7 @@ class Loop:
             while time.monotonic() < deadline and self._running is work:
                 time.sleep(0.1)
             if self._running is work:
-                text = f"{failure}; the other ranks did not come out of the call in {self._stuck_grace:.0f} s, so the critic job ends"
+                text = f"{failure}; the other ranks did not come out of the call in {self._stuck_grace:.0f} s, so the job ends"
                 work.future.set_exception(JobFailed(text))
                 self._exit_now(text)
 

@@ -1,8 +1,6 @@
 """A RewardSource whose scores a reward job gives (serve_reward_model.py): inference requests that want no values."""
 
-import contextlib
 import logging
-import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,10 @@ from aligner.config.groups import CriticClientConfig, RewardPlace
 from aligner.config.jobs import ActorConfig
 from aligner.data.batch import CriticAnswer, CriticRows, Score, ScoreRow
 from aligner.data.tasks import wire_fields
+from aligner.runtime.signals import StopSignals
 from aligner.serving.client import RemoteCritic
 from aligner.serving.hello import Contract
+from aligner.serving.link import REWARD
 from aligner.serving.protocol import RequestFailed
 
 log = logging.getLogger(__name__)
@@ -31,16 +31,15 @@ class RemoteReward:
         *,
         endpoint_file: Path,
         keeps_alive: bool,
+        stop: Optional[StopSignals] = None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
         """config: deadlines, and the reward job's address as `endpoint`. keeps_alive: on one rank of the actor job.
 
         Raises ContractError where no reward job answers in time or the jobs do not fit."""
-        self._client = RemoteCritic(contract, config, endpoint_file=endpoint_file, say=say)
+        how = {"peer": REWARD, "keeps_alive": keeps_alive, "stop": stop, "say": say}
+        self._client = RemoteCritic(contract, config, endpoint_file=endpoint_file, **how)
         self.address = self._client.address
-        self._closed, self._heartbeat = threading.Event(), config.heartbeat
-        if keeps_alive:
-            threading.Thread(target=self._keep_alive, name="reward keepalive", daemon=True).start()
 
     def score(self, rows: list[ScoreRow]) -> "Future[list[Score]]":
         scores: Future[list[Score]] = Future()
@@ -50,21 +49,14 @@ class RemoteReward:
 
     def stop(self) -> None:
         """The run is complete: the reward job may end."""
-        self._closed.set()
         self._client.stop()
 
     def close(self) -> None:
-        self._closed.set()
         self._client.close()
-
-    def _keep_alive(self) -> None:
-        while not self._closed.wait(self._heartbeat):
-            with contextlib.suppress(RequestFailed):  # the next request tells
-                self._client.status()
 
 
 def connect(config: ActorConfig, contract: Mapping[str, Any], file: Path, **how: Any) -> Optional[RemoteReward]:
-    """The reward job of the actor's settings, whose endpoint file is `file`; None where another job scores. how: keeps_alive, say."""
+    """The reward job of the actor's settings, whose endpoint file is `file`; None where another job scores. how: keeps_alive, stop, say."""
     if config.reward.place is not RewardPlace.server:
         return None
     client = replace(config.critic, endpoint=config.reward.endpoint)

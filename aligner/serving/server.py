@@ -24,7 +24,7 @@ from aligner.serving.loop import STUCK_GRACE, Loop, LostRank
 from aligner.serving.metrics import MetricsServer
 from aligner.serving.observed import Handler, Latency
 from aligner.serving.reception import Reception
-from aligner.serving.triton_server import TritonServer
+from aligner.serving.triton_server import TritonServer, check_port_free, check_python
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,15 @@ class Place:
     @property
     def log_file(self) -> Path:
         return self.run_folder / "logs" / f"{self.name}_triton.log"
+
+
+def check_place(config: ServingConfig) -> None:
+    """Raise ValueError where the server could not start as set: before models are built, which takes minutes."""
+    check_python()
+    address = access.resolve_bind(config.bind, os.environ)
+    for key, port in (("serving.port", config.port), ("serving.metrics_port", config.metrics_port)):
+        if port:
+            check_port_free(address, port, key=key)
 
 
 def stop_asked(run: RunConfig, config: ServingConfig, stop: StopSignals) -> Callable[[], bool]:

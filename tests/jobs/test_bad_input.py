@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_settings_that_cannot_be(jobs: Launcher, tmp_path):
     for what, (overrides, texts) in cases.items():
         print(what)
         assert_refused(jobs.actor(what.replace(" ", "_"), *overrides), ExitCode.CONFIGURATION, *texts)
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_read(jobs: Launcher, tmp_path):
+    """The checkpoint has no weights: reading them would be told instead."""
+    hollow = tmp_path / "hollow"
+    shutil.copytree(jobs.model, hollow, ignore=shutil.ignore_patterns("model_weights"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = jobs.critic("taken", f"model.checkpoint={hollow}", f"serving.port={port}")
+        assert_refused(job, ExitCode.CONFIGURATION, f"serving.port={port} cannot be bound on 127.0.0.1")
 
 
 def test_a_grid_that_does_not_divide_the_heads(jobs: Launcher):
@@ -183,6 +196,18 @@ def wait_for_step(jobs: Launcher, job: Job, step: int, deadline: float = 120.0) 
     while not metrics.exists() or max(jobs.run("stops").steps, default=-1) < step:
         assert time.monotonic() < until and job.server.code(job.pids[0]) is None, job.tail()
         time.sleep(0.1)
+
+
+@pytest.mark.faults
+def test_sigterm_ends_the_wait_for_a_critic_that_is_not_there(jobs: Launcher):
+    job = jobs.actor("waits")
+    until = time.monotonic() + 60
+    while "waiting for it: the critic job's endpoint file" not in job.stderr:
+        assert time.monotonic() < until, job.tail()
+        time.sleep(0.1)
+    job.signal(signal.SIGTERM)
+    assert job.wait(20) == [ExitCode.REQUEUE], job.tail()
+    assert "told to stop by SIGTERM while waiting for the critic job" in job.stderr and "Traceback" not in job.stderr
 
 
 @pytest.mark.faults

@@ -289,10 +289,10 @@ def test_unknown_op(critic):
 
 MISMATCHES = {
     "tokenizer": ({"tokenizer_fingerprint": "0" * 64}, "the tokenizers differ.*model.checkpoint"),
-    "vocabulary": ({"vocab_size": 999}, "vocabularies differ .actor 999, critic 1000."),
-    "length": ({"max_length": 4096}, "up to 4096 tokens a row, the critic takes 2048.*engine.max_input_len"),
+    "vocabulary": ({"vocab_size": 999}, "vocabularies differ .actor 999, the other job 1000."),
+    "length": ({"max_length": 4096}, "up to 4096 tokens a row, the other job takes 2048.*engine.max_input_len"),
     "reward": ({"reward_kind": "model"}, "reward.kind=model, it scores with task"),
-    "run": ({"run_id": "r2"}, "run 'r2', the critic job serves run 'r1': set run.name"),
+    "run": ({"run_id": "r2"}, "run 'r2', the other job serves run 'r1': set run.name"),
     "step": ({"step": 7}, "the actor is at step 7, the critic at step 0: restore the pair of step 7"),
     "version": ({"protocol": 1}, "the actor job speaks protocol version 1, the critic job version 2"),
 }

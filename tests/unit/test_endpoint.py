@@ -3,18 +3,23 @@
 Contract: whatever is wrong ends in one sentence that names the file or the address and the setting, within the deadline."""
 
 import json
+import pickle
 import re
+import signal
 import socket
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from aligner.config.groups import CriticClientConfig
-from aligner.runtime.errors import ContractError
+from aligner.runtime.errors import ContractError, Stopped
+from aligner.runtime.exit_codes import ExitCode
+from aligner.runtime.signals import StopSignals
 from aligner.serving import access, link, protocol, watchdog
 from aligner.serving.client import RemoteCritic
 from aligner.serving.endpoint import (
@@ -28,6 +33,7 @@ from aligner.serving.endpoint import (
 from aligner.serving.hello import Contract
 from aligner.serving.kserve import Connection
 from aligner.serving.protocol import CONTROL, RequestFailed
+from aligner.serving.remote_reward import RemoteReward
 from aligner.serving.status import main as status_main
 
 INFO = EndpointInfo(host="node7", port=8000, pid=12, run_id="r", grid="dp2", started=1.5, job_id="99", token_file="/x")
@@ -260,6 +266,38 @@ def fake_critic(on_other):
 def connect(port: int, **settings) -> RemoteCritic:
     config = CriticClientConfig(endpoint=f"127.0.0.1:{port}", **settings)
     return RemoteCritic(CONTRACT, config, endpoint_file="unused", say=lambda text: None)
+
+
+def test_a_stop_ends_the_wait_for_a_job_that_is_not_there(tmp_path):
+    """Not after the minutes that were left: a scheduler kills what does not end."""
+    stop, began = StopSignals(), time.monotonic()
+    threading.Timer(0.3, stop._note, [signal.SIGTERM, None]).start()
+    how = {"endpoint_file": tmp_path / "critic.json", "say": lambda text: None, "stop": stop}
+    with pytest.raises(Stopped, match="^told to stop by SIGTERM while waiting for the critic job; ") as error:
+        RemoteCritic(CONTRACT, CriticClientConfig(connect_timeout=600), **how)
+    assert error.value.exit_code is ExitCode.REQUEUE and time.monotonic() - began < 60
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # the other ranks get it
+
+
+def test_a_stop_ends_the_wait_for_a_job_that_was_lost():
+    with misbehaving(fake_critic(lambda c: None)) as port:
+        config = CriticClientConfig(endpoint=f"127.0.0.1:{port}", reconnect_timeout=600)
+        stop = StopSignals()
+        critic = RemoteCritic(CONTRACT, config, endpoint_file="unused", say=lambda text: None, stop=stop)
+    asked = critic.prepare_save(1, Path("folder"))
+    threading.Timer(0.3, stop.ask).start()
+    with pytest.raises(Stopped, match="told to stop by run.max_time while waiting for the critic job"):
+        asked.result(60)
+    critic.close()
+
+
+def test_a_reward_job_is_spoken_of_as_one(tmp_path):
+    config = CriticClientConfig(endpoint="127.0.0.1:9", connect_timeout=0.3)
+    with pytest.raises(ContractError) as error:
+        RemoteReward(CONTRACT, config, endpoint_file=tmp_path / "reward.json", keeps_alive=False, say=lambda text: None)
+    said = str(error.value)
+    assert said.startswith("the reward job at 127.0.0.1:9 does not answer") and "critic" not in said
+    assert "start serve_reward_model.py there, or correct reward.endpoint=127.0.0.1:9" in said
 
 
 def test_a_request_has_a_deadline():

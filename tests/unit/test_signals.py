@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,39 @@ def test_a_killed_rank_is_told_in_sentences_and_the_traceback_is_in_the_log(tmp_
     assert lines[-1] == "error: rank 1 was killed by SIGKILL: by hand, or for memory (dmesg)"
     assert len(lines) == 3
     assert "Traceback" in (tmp_path / "logs" / "actor_rank0.log").read_text()
+
+
+ORPHAN = """
+import os, sys, time
+from aligner.runtime.errors import run_main
+def main():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+run_main(main)
+"""
+
+
+def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path):
+    (tmp_path / "job.py").write_text(ORPHAN)
+    words = ["-m", "aligner.runtime.torchrun", "--standalone", "--nproc-per-node", "2", "job.py"]
+    launcher = subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    ranks = [int(launcher.stdout.readline()) for _ in range(2)]
+    launcher.kill()
+    launcher.wait()
+    until = time.monotonic() + 20
+    while alive(ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive(ranks) == []
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that run; a zombie does not."""
+    files = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
+    return [
+        pid
+        for pid, file in files.items()
+        if file.exists() and file.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    ]
 
 
 def test_classes_of_errors():
