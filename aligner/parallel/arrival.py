@@ -29,6 +29,7 @@ def look_around(parallel: ParallelConfig, topology: Topology, *, engine_ranks: i
     _tell_findings(topology, hosts)
     facts: dict[str, Any] = {"hosts": hosts}
     if parallel.probe and topology.world_size > 1:
+        log.info("probing the groups of %d ranks: where this hangs, the network between them does", topology.world_size)
         figures, size = probe(topology, parallel.probe_mb)
         facts["probe"] = [
             {"group": f.kind, "ranks": list(f.ranks), "latency_us": f.latency_us, "gb_s": f.bandwidth_gb_s(size)}
