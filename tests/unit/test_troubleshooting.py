@@ -170,7 +170,7 @@ def drift(caplog) -> str:
 def failed_score() -> str:
     pending, scored = Pending(), Future()
     scored.set_result([Score(0.0, error="ZeroDivisionError: division by zero")])
-    pending.add([17], None, scored)
+    pending.add([SimpleNamespace(sample_id=17, finish_reason="stop")], None, scored)
     return raised(pending.local, 5.0)
 
 
