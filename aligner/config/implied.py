@@ -13,11 +13,11 @@ DYNAMIC_SAMPLING_BATCHES = 10
 def settled(config: Any) -> Any:
     """The same settings of a job with nothing left open; `config` stays as it is."""
     if isinstance(config, ActorConfig):
-        ppo = _settled_ppo(config.ppo, config.engine.max_output_len)
-        critic = config.critic
+        critic, gae = config.critic, config.ppo.advantage is Advantage.gae
         if critic.place is CriticPlace.auto:
-            place = CriticPlace.remote if ppo.advantage is Advantage.gae else CriticPlace.none
-            critic = replace(critic, place=place)
+            critic = replace(critic, place=CriticPlace.remote if gae else CriticPlace.none)
+        bootstraps = gae and critic.place is not CriticPlace.none
+        ppo = _settled_ppo(config.ppo, config.engine.max_output_len, bootstraps=bootstraps)
         scores = RewardPlace.actor if critic.place is CriticPlace.none else RewardPlace.critic
         return replace(config, ppo=ppo, critic=critic, reward=_placed(config.reward, scores))
     if isinstance(config, CriticConfig):
@@ -29,12 +29,12 @@ def _placed(reward: Any, place: RewardPlace) -> Any:
     return replace(reward, place=place) if reward.place is RewardPlace.auto else reward
 
 
-def _settled_ppo(ppo: PPOConfig, max_output_len: int) -> PPOConfig:
+def _settled_ppo(ppo: PPOConfig, max_output_len: int, *, bootstraps: bool) -> PPOConfig:
     implied: dict[str, Any] = {}
     if ppo.whiten is None:
         implied["whiten"] = not ppo.advantage.of_groups
     if ppo.truncation is Truncation.auto:
-        implied["truncation"] = Truncation.bootstrap if ppo.advantage is Advantage.gae else Truncation.ignore
+        implied["truncation"] = Truncation.bootstrap if bootstraps else Truncation.ignore
     if ppo.aggregate is Aggregate.auto:
         implied["aggregate"] = _aggregate(ppo)
     for name in ("constant_length", "overlong_length"):

@@ -270,6 +270,11 @@ def test_a_critic_free_advantage_is_the_one_setting_that_a_run_without_a_critic_
     assert config.ppo.constant_length == config.engine.max_output_len
 
 
+def test_gae_without_a_critic_is_one_problem():
+    (line,) = problems(*GIVEN, "critic.place=none")
+    assert line.startswith("ppo.advantage=gae needs a critic, and critic.place is none")
+
+
 def test_with_gae_there_is_a_critic_job_that_scores():
     config = load(ActorConfig, GIVEN)
     assert (config.critic.place, config.reward.place) == (CriticPlace.remote, RewardPlace.critic)
