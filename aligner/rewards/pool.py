@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Optional
 from aligner.data.batch import Score
 from aligner.data.tasks import HASH_SEED
 from aligner.rewards.replies import WorkerFailed, failure, read_error, read_reply, read_score
+from aligner.runtime.signals import kept_from_children
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,15 @@ class WorkerProcess:
         passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), passed.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "aligner.rewards.worker", json.dumps({**spec, "parent": os.getpid()})]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**passed, **ONE_THREAD, **HASH_SEED, "PYTHONPATH": path},
-            bufsize=0,
-            start_new_session=True,  # a Ctrl-C is the parent's affair, and what a function starts can be killed with it
-        )
+        with kept_from_children():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**passed, **ONE_THREAD, **HASH_SEED, "PYTHONPATH": path},
+                bufsize=0,
+                start_new_session=True,  # a Ctrl-C is the parent's affair, and what a function starts can be killed with it
+            )
         os.set_blocking(self._process.stdin.fileno(), False)
         os.set_blocking(self._process.stdout.fileno(), False)
         self._received, self._number = b"", 0  # request 0 is the start

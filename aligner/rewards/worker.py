@@ -15,6 +15,7 @@ import traceback
 from typing import Any, BinaryIO, Optional
 
 from aligner.rewards.build import build_verifier
+from aligner.runtime.signals import ignore_in_child
 
 PR_SET_PDEATHSIG = 1
 OPEN_FILES = 256
@@ -110,6 +111,7 @@ def serve(spec: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
 def main() -> None:
     spec = json.loads(sys.argv[1])
     die_with_parent(spec["parent"])
+    ignore_in_child()
     requests, replies = take_pipes()
     limit_resources(spec["memory_mb"])
     limit_cpu(spec["start_timeout"])

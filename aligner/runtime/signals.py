@@ -1,8 +1,9 @@
 """Signals become flags that the loop looks at between steps. Imports nothing heavy: entry scripts install it before torch."""
 
+import contextlib
 import signal
 from types import FrameType
-from typing import Optional
+from typing import Iterator, Optional
 
 from aligner.runtime.errors import Stopped
 from aligner.runtime.exit_codes import ExitCode
@@ -52,3 +53,24 @@ class StopSignals:
         if not self.stopping:
             return ExitCode.DONE
         return ExitCode.INTERRUPTED if self.received == signal.SIGINT else ExitCode.REQUEUE
+
+
+TO_SAVE = {signal.SIGTERM, signal.SIGUSR1}
+
+
+@contextlib.contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Processes that this thread starts inside never get SIGTERM and SIGUSR1: Slurm sends them to every process of a step, and ranks that
+    are asked to save still need their server and their verifiers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TO_SAVE)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_in_child() -> None:
+    """The same from inside such a process, which may start others that get them as usual (unlike a signal that is blocked or ignored)."""
+    for number in TO_SAVE:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_SAVE)

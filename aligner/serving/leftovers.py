@@ -48,7 +48,7 @@ def make_workspace(run: str) -> Path:
 
 
 def guard(home: Path) -> subprocess.Popen:
-    """Start the guardian of this process. Terminate it once everything was removed in order."""
+    """Start the guardian of this process. Kill it once everything was removed in order."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(home)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
+from aligner.runtime.signals import kept_from_children
 from aligner.serving import access, leftovers, protocol
 from aligner.serving.protocol import Endpoint, Field
 
@@ -83,9 +84,11 @@ class TritonServer:
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self.port = port or free_port(address)
             self._home = leftovers.make_workspace(run)
-            self._guardian = leftovers.guard(self._home)
+            with kept_from_children():
+                self._guardian = leftovers.guard(self._home)
             try:
-                self._start()
+                with kept_from_children():
+                    self._start()
                 return
             except Exception as error:
                 self.stop()
@@ -158,7 +161,7 @@ class TritonServer:
             if stopping.is_alive():
                 log.warning("Triton did not end within %.0f s; its log is %s", STOP_DEADLINE, self.log_file)
         leftovers.remove(self._home, os.getpid())
-        self._guardian.terminate()
+        self._guardian.kill()
         self._guardian.wait()
 
 

@@ -143,7 +143,7 @@ job_state() {
 }
 
 cancelled() {
-  case $(job_state "$SLURM_JOB_ID") in RUNNING | UNKNOWN) return 1 ;; esac
+  case $(job_state "$SLURM_JOB_ID") in RUNNING | SIGNALING | UNKNOWN) return 1 ;; esac
 }
 
 waiting_peer() {
@@ -159,7 +159,7 @@ look_for_peers() {
     MISSED=0
   elif ((++MISSED > 1)); then
     GONE=$lost GONE_AT=$SECONDS
-    say "job $GONE of this run has ended for good (its log: $ALIGNER_RUN/logs): this job ends too"
+    say "job $GONE of this run has ended (its log: $ALIGNER_RUN/logs): this job ends too"
     if [[ $1 != actor ]]; then # an actor may be about to end well, and gains nothing from a signal
       SLOW=""
       pass_on

@@ -140,6 +140,9 @@ def test_warned_before_the_time_limit(runs, undisturbed):
     submitted.end()
     assert_exact(submitted.run, undisturbed.run)
     assert submitted.run.pairs == ["step_000002", "step_000004"]
+    assert "the critic job ends: it was told to stop by a signal; the actor job has saved a pair" in submitted.log(
+        "critic"
+    )
     assert (restarts(submitted, "actor"), restarts(submitted, "critic")) == (1, 1)
 
 
@@ -153,7 +156,7 @@ def test_warned_in_one_job(runs, undisturbed):
     submitted.until_said("together", "requeueing this job (newest checkpoint: step_000002)")
     submitted.end()
     assert_exact(submitted.run, undisturbed.run)
-    assert restarts(submitted, "together") == 1
+    assert restarts(submitted, "together") == 1 and "the actor job has saved a pair" in submitted.log("together")
 
 
 @pytest.mark.slurm
@@ -168,7 +171,7 @@ def test_preempted_and_requeued_onto_another_node(runs, cluster, undisturbed):
     assert_exact(submitted.run, undisturbed.run)
     assert "step_000002" in submitted.run.pairs and restarts(submitted, "critic") == 1
     assert json.loads((submitted.run.path / "run_critic.json").read_text())["host"] != host
-    assert cluster.states()[int(taken)] == "RUNNING" and "critic: exit code 85" in submitted.log("critic")
+    assert cluster.states()[int(taken)] == "RUNNING" and "the actor job has saved a pair" in submitted.log("critic")
 
 
 @pytest.mark.slurm

@@ -13,7 +13,7 @@ import pytest
 from aligner.runtime import faults
 from aligner.runtime.errors import ConfigError, ContractError, StorageError, UserError
 from aligner.runtime.exit_codes import ExitCode
-from aligner.runtime.signals import StopSignals
+from aligner.runtime.signals import StopSignals, kept_from_children
 
 DOCUMENTED = Path(__file__).resolve().parents[2] / "docs"
 
@@ -61,12 +61,50 @@ def test_the_first_signal_decides_and_a_second_ctrl_c_does_not_wait(stop):
         signal.raise_signal(signal.SIGINT)
 
 
+CHILD = """
+import subprocess, sys
+from aligner.runtime.signals import ignore_in_child
+ignore_in_child()
+own = subprocess.Popen(["sleep", "60"])
+print(own.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_children_live_through_the_signals_of_a_step():
+    """Slurm signals every process of a step. What a child starts itself has the signals as usual."""
+    with kept_from_children():
+        server = subprocess.Popen(["sleep", "60"])
+        worker = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGUSR1}
+    try:
+        for process in (server, worker):  # from their first moment on
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                process.send_signal(number)
+        of_the_worker = int(worker.stdout.readline())
+        worker.send_signal(signal.SIGTERM)
+        os.kill(of_the_worker, signal.SIGTERM)
+        worker.stdin.close()
+        assert worker.wait(30) == 0 and server.poll() is None
+        assert state(of_the_worker) in ("", "Z")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def test_installing_imports_nothing_heavy(tmp_path):
     """An entry script installs the handlers before it imports torch."""
     code = """
     import sys
     from aligner.runtime.errors import run_main
-    from aligner.runtime.signals import StopSignals
+    from aligner.runtime.signals import StopSignals, kept_from_children
     StopSignals.install()
     assert not {"torch", "numpy", "megatron", "hydra", "rich"} & set(sys.modules)
     """
@@ -186,7 +224,7 @@ import os, signal, sys
 from pathlib import Path
 from aligner.runtime.errors import run_main
 from aligner.runtime.log import setup_logging
-from aligner.runtime.signals import StopSignals
+from aligner.runtime.signals import StopSignals, kept_from_children
 StopSignals.install()
 def main():
     import torch, torch.distributed as dist
