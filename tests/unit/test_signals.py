@@ -224,7 +224,7 @@ import os, signal, sys
 from pathlib import Path
 from aligner.runtime.errors import run_main
 from aligner.runtime.log import setup_logging
-from aligner.runtime.signals import StopSignals, kept_from_children
+from aligner.runtime.signals import StopSignals
 StopSignals.install()
 def main():
     import torch, torch.distributed as dist
