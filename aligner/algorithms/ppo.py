@@ -55,6 +55,7 @@ class PPOTrainer:
         stop_token_ids: tuple[int, ...],
     ) -> None:
         self.config, self.ppo, self.topology, self.tokenizer = config, config.ppo, topology, tokenizer
+        self.total_steps = config.run.max_steps
         self.policy, self.engine, self.critic = policy, engine, critic
         self.generation, self.validator = generation, validator
         self.checkpoints, self.recorder = checkpoints, recorder
@@ -64,10 +65,6 @@ class PPOTrainer:
         self.sync = EngineSync(engine, policy, topology, every=config.refit.sync_every)
         self.drift_alarm = DriftAlarm(config.logging.drift_alarm)
         self.validated: Optional[float] = None  # val/reward of the present weights, where this step had a validation
-
-    @property
-    def total_steps(self) -> int:
-        return self.config.run.max_steps
 
     # The loop
 

@@ -156,7 +156,7 @@ def test_steps_are_those_of_hugging_face_padded_and_packed(one_rank):
             assert all(m["perplexity"] == pytest.approx(np.exp(m["loss"])) for m in found[0])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.faults)])
 def test_three_steps_are_the_same_on_every_grid(one_rank, world):
     folder, (cases, _), _ = one_rank
     for results in run_ranks(_body, world, folder / "llama", CASES[world], deadline=300):

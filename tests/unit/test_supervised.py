@@ -9,6 +9,7 @@ import aligner.algorithms.supervised as supervised
 from aligner.algorithms.supervised import Course, Evaluation, SupervisedTrainer
 from aligner.config.groups import Overlong
 from aligner.config.jobs import SFTConfig
+from aligner.config.load import load
 from aligner.config.supervised import SupervisedRunConfig, TrainConfig
 from aligner.data.rows import limit_rows, split_rows
 from aligner.runtime.errors import ConfigError
@@ -27,6 +28,28 @@ from aligner.runtime.errors import ConfigError
 def test_how_long_a_run_is(epochs, max_steps, wanted):
     train = TrainConfig(epochs=epochs, mini_batch_size=4)
     assert Course.of(train, SupervisedRunConfig(max_steps=max_steps), 10) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.epochs=null"], "train.epochs=null and run.max_steps=null: the run would have no end"),
+        (["validation.generations=3"], "validation.generations=3 needs validation.every > 0 and held-out rows"),
+        (["data.holdout=0.1", "data.validation=/dev/null"], "data.validation=/dev/null is given: leave one out"),
+        (
+            ["sft.packing=true", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+            "sft.packing=true does not go with",
+        ),
+        (["sft.packing=true", "train.micro_batch_tokens=64"], "which is less than data.max_length=2048: raise it"),
+        (["engine.kind=trtllm"], "engine.kind=trtllm: the samples of train_sft.py come from the embedded engine"),
+        (["refit.sync_every=2"], "refit.sync_every=2 has no meaning here"),
+        (["data.task=chain_sum"], "data.task: it belongs to the actor job"),
+    ],
+)
+def test_settings_that_contradict_each_other(words, says):
+    with pytest.raises(ConfigError) as caught:
+        load(SFTConfig, ["model.checkpoint=somewhere", "data.train=/dev/null", *words], "sft")
+    assert [says in line for line in caught.value.problems] == [True]
 
 
 class Learner:
