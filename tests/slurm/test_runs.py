@@ -161,7 +161,7 @@ def test_warned_in_one_job(runs, undisturbed):
 
 @pytest.mark.slurm
 def test_preempted_and_requeued_onto_another_node(runs, cluster, undisturbed):
-    """A job of a higher partition takes the critic's node: in its grace time the critic waits for a pair, and comes back elsewhere."""
+    """A job of a higher partition takes the critic's node, and its server gets the SIGTERM too: the journal brings it back elsewhere."""
     submitted = still(runs.ppo("preempted", "--actor-sbatch-arg=-wnode4", **STILL))
     host = json.loads((submitted.run.path / "run_critic.json").read_text())["host"]
     taken = cluster.run("sbatch", "--parsable", "-phigh", f"-w{host}", "--exclusive", "-o/dev/null", "--wrap=sleep 600")
@@ -169,9 +169,9 @@ def test_preempted_and_requeued_onto_another_node(runs, cluster, undisturbed):
     go_on(submitted)
     submitted.end()
     assert_exact(submitted.run, undisturbed.run)
-    assert "step_000002" in submitted.run.pairs and restarts(submitted, "critic") == 1
+    assert restarts(submitted, "critic") == 1
     assert json.loads((submitted.run.path / "run_critic.json").read_text())["host"] != host
-    assert cluster.states()[int(taken)] == "RUNNING" and "the actor job has saved a pair" in submitted.log("critic")
+    assert cluster.states()[int(taken)] == "RUNNING"
 
 
 @pytest.mark.slurm
