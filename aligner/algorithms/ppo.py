@@ -13,9 +13,8 @@ from aligner.algorithms.engine_sync import EngineSync, seconds_beside
 from aligner.algorithms.experience import Experience, Signals, build_experience
 from aligner.algorithms.generation import Answers, Generation, sampling_fields
 from aligner.algorithms.pairs import PairedCheckpoints
-from aligner.algorithms.policy_batches import policy_mini_batch, update_tells_logprobs
+from aligner.algorithms.policy_batches import policy_mini_batch, update_rows, update_tells_logprobs
 from aligner.algorithms.records import DriftAlarm, part_means, sample_rows
-from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.trainer_state import TrainerState
 from aligner.algorithms.updates import train_in_turn
 from aligner.algorithms.validation import Validator
@@ -237,7 +236,7 @@ class PPOTrainer:
         metrics = train_in_turn(batches, self.policy.train, step=step, keep_batch=self.recorder.keep_batch)
         self.state.weight_version += 1
         if experience.logprobs is None:
-            (rows,) = self.mini_batch_rows(step, experience)
+            (rows,) = update_rows(self.ppo, seed=self.config.run.seed, step=step)
             experience.observe(self.policy.trained_logprobs[rows.argsort()])
         return {f"policy/{key}": value for key, value in metrics.items()}
 
@@ -247,14 +246,8 @@ class PPOTrainer:
         return step > self.ppo.critic_warmup_steps and not waits
 
     def policy_mini_batches(self, step: int, experience: Experience) -> Iterator[PolicyMiniBatch]:
-        for rows in self.mini_batch_rows(step, experience):
+        for rows in update_rows(self.ppo, seed=self.config.run.seed, step=step):
             yield policy_mini_batch(experience, rows, self.state.kl_coefficient)
-
-    def mini_batch_rows(self, step: int, experience: Experience) -> Iterator[torch.Tensor]:
-        """Row indices of each update."""
-        rows, size = len(experience.rollouts), self.ppo.mini_batch_size
-        for epoch in range(self.ppo.epochs):
-            yield from mini_batches(rows, size, seed=self.config.run.seed, step=step, epoch=epoch)
 
     def refit_ahead(self, step: int, critic_update: "Optional[Future[dict[str, float]]]") -> float:
         """What the next step's refit would do, while the critic still trains. Returns the seconds that both took together, on rank 0."""
