@@ -22,10 +22,11 @@ RANKS_tp3 := 3
 OVERRIDES_pp2 := parallel.pipeline=2
 OVERRIDES_tp3 := parallel.tensor=3
 
-.PHONY: help setup grid demo test test-functions test-jobs test-cluster test-faults test-soak test-slurm lint docs clean
+.PHONY: help setup grid demo pipeline test test-functions test-jobs test-cluster test-faults test-soak test-slurm lint docs clean
 
 help:
 	@echo "make demo [GRID=pp2|one|dp2|tp3]  align SmolLM2-135M with PPO and a served critic, on this machine"
+	@echo "make pipeline                     SFT, reward model, PPO, critic-free RL and their evaluation, on this machine"
 	@echo "make test                         run the tests"
 	@echo "make test-faults                  run the longer ones of whole jobs: more grids, more faults"
 	@echo "make test-soak                    64 clients at one critic job for eight minutes: latency and memory"
@@ -55,6 +56,10 @@ demo: grid $(READY) $(MODEL)/model_config.yaml
 	cd $(ROOT) && $(PY) launch/local/ppo.py --actor-config demo_actor --critic-config demo_critic \
 		--actor-ranks $(RANKS_$(GRID)) --critic-log runs/$(RUN)/logs/critic.out \
 		--actor $(OVERRIDES_$(GRID)) $(ACTOR_ARGS) --critic $(CRITIC_ARGS) --both run.name=$(RUN) $(DEMO_ARGS)
+
+# What is complete in runs/pipeline is not repeated
+pipeline: $(READY) $(MODEL)/model_config.yaml
+	@cd $(ROOT) && $(PY) launch/local/pipeline.py --model $(MODEL) $(PIPELINE_ARGS)
 
 # Three parts at once, as tests of jobs and of a cluster mostly wait. The last check is of the settings that they have read.
 test: $(READY)

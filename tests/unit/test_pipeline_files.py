@@ -1,0 +1,165 @@
+"""What launch/local/pipeline.py writes between its stages and at the end. Its stages themselves: tests/jobs/test_pipeline.py."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.config.groups import DataConfig
+from aligner.data.tasks import operands
+
+LOCAL = Path(__file__).resolve().parents[2] / "launch" / "local"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    sys.path.insert(0, str(LOCAL))
+    yield [importlib.import_module(name) for name in ("pipeline_data", "pipeline_report", "pipeline")]
+    sys.path.remove(str(LOCAL))
+
+
+@pytest.fixture
+def data(modules):
+    return modules[0]
+
+
+@pytest.fixture
+def report(modules):
+    return modules[1]
+
+
+# Newcombe, Two-sided confidence intervals for the single proportion (1998), table I, method 3
+@pytest.mark.parametrize(
+    "k,n,low,high",
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_intervals(report, k, n, low, high):
+    assert report.wilson(k, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    "gained,lost,both,p",
+    [(0, 0, 5, 1.0), (1, 0, 0, 1.0), (6, 0, 3, 2 / 64), (8, 2, 1, 2 * (1 + 10 + 45) / 1024), (2, 8, 1, 112 / 1024)],
+)
+def test_differences_on_the_same_problems(report, gained, lost, both, p):
+    before = [False] * gained + [True] * lost + [True] * both
+    after = [True] * gained + [False] * lost + [True] * both
+    assert report.mcnemar(before, after) == (gained, lost, pytest.approx(p))
+
+
+def judged(index, text, right, finish="stop"):
+    return {"index": index, "prompt": f"p{index}", "text": text, "finish_reason": finish, "right": right}
+
+
+def test_pairs_are_of_different_whole_answers_to_one_problem(data):
+    rows = [
+        judged(0, " 7", True),
+        judged(0, " 7", True),
+        judged(0, " 8", False),
+        judged(0, " 9", False, "length"),
+        judged(0, " ", False),
+        judged(1, " 3", True),
+        judged(2, " 3", False),
+        *(judged(3, f" {n}", n == 5) for n in range(6)),
+    ]
+    found = data.pairs(rows, most=3, seed=1)
+    assert found[0] == {"prompt": "p0", "chosen": " 7", "rejected": " 8"}
+    assert [row["prompt"] for row in found[1:]] == ["p3"] * 3 and {row["chosen"] for row in found[1:]} == {" 5"}
+    assert len({row["rejected"] for row in found[1:]}) == 3
+    assert data.pairs(rows, most=3, seed=1) == found
+    assert len(data.pairs(rows, most=100, seed=1)) == 6
+
+
+SETTINGS = DataConfig(
+    task="chain_sum",
+    task_config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    task_key="operands",
+    task_size=300,
+    template="What is {expression}? Answer:",
+)
+
+
+def test_no_problem_is_on_two_sides(data, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    data.write_problems(tmp_path, SETTINGS, seed=3, sizes=data.Sizes(demonstrations=20, pair_problems=30, held_out=40))
+    read = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("demonstrations", "pair_prompts", "held_out")
+    }
+    assert {name: len(rows) for name, rows in read.items()} == {
+        "demonstrations": 20,
+        "pair_prompts": 30,
+        "held_out": 40,
+    }
+    for row in read["demonstrations"]:
+        expression = row["prompt"].removeprefix("What is ").removesuffix("? Answer:")
+        assert row["completion"] == f" {eval(expression)}"
+    keys = {name: {operands(row["prompt"]) for row in rows} for name, rows in read.items()}
+    assert not keys["held_out"] & (keys["demonstrations"] | keys["pair_prompts"])
+    prompts = [row["prompt"] for rows in read.values() for row in rows]
+    assert len(set(prompts)) == len(prompts)
+    answers = tmp_path / "answers.jsonl"
+    told = [(row["problem"]["answer"], "stop") for row in read["held_out"][:2]] + [("100000", "stop"), ("", "length")]
+    rows = [{"index": i, "prompt": "p", "text": text, "finish_reason": end} for i, (text, end) in enumerate(told)]
+    data.write_lines(answers, rows)
+    assert [row["right"] for row in data.judge(tmp_path / "held_out.jsonl", answers)] == [True, True, False, False]
+    with pytest.raises(ValueError, match="and 9000 and 10 are needed: raise data.task_size"):
+        data.write_problems(tmp_path, SETTINGS, seed=3, sizes=data.Sizes(1000, 8000, 10))
+
+
+def test_the_report_compares_the_stages(report, tmp_path):
+    right = {"base": [0, 0, 1, 0], "sft": [0, 1, 1, 0], "ppo": [1, 1, 1, 0], "critic_free": [1, 1, 1, 1]}
+    stages = [
+        report.Evaluated(
+            name, [bool(r) for r in rights], [judged(i, f" {i}<", r) for i, r in enumerate(rights)], 61.0, [True] * 4
+        )
+        for name, rights in right.items()
+    ]
+    page = report.write(tmp_path, stages, {"task": "sums"}).read_text()
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert {name: (entry["accuracy"], entry["n"], entry["seconds"]) for name, entry in told.items()} == {
+        "base": (0.25, 4, 61.0),
+        "sft": (0.5, 4, 61.0),
+        "ppo": (0.75, 4, 61.0),
+        "critic_free": (1.0, 4, 61.0),
+    }
+    assert told["sft"]["ci95"] == pytest.approx([0.15, 0.85], abs=5e-4)
+    assert "2 gained, 0 lost against sft, p = 0.5" in page and "<dd>sums</dd>" in page and " 3&lt;" in page
+
+
+def test_a_stage_that_is_complete_is_not_repeated_and_time_adds_up(modules, tmp_path, monkeypatch, capsys):
+    pipeline = modules[2]
+    made = pipeline.Pipeline.__new__(pipeline.Pipeline)
+    made.folder, made.record, runs, fails = tmp_path, tmp_path / "stages.json", [], [True]
+
+    def second():
+        runs.append("b")
+        if fails.pop():
+            raise pipeline.UserError("broken")
+
+    stages = [pipeline.Stage("a", "first", lambda: runs.append("a")), pipeline.Stage("b", "second", second)]
+    monkeypatch.setattr(made, "stages", lambda: iter(stages), raising=False)
+    monkeypatch.setattr(made, "report", lambda: runs.append("report"), raising=False)
+    clock = iter([0.0, 5.0, 10.0, 17.0, 20.0, 24.0])
+    monkeypatch.setattr(pipeline.time, "monotonic", lambda: next(clock))
+    with pytest.raises(pipeline.UserError, match="broken"):
+        made.run()
+    assert made.read_record()["b"] == {"seconds": 7.0, "complete": False}
+    fails.append(False)
+    made.run()
+    made.run()
+    assert runs == ["a", "b", "b", "report", "report"]
+    assert made.read_record() == {"a": {"seconds": 5.0, "complete": True}, "b": {"seconds": 11.0, "complete": True}}
+    assert "[2/2] second: complete (0:11)" in capsys.readouterr().out
+
+
+def test_one_pipeline_a_folder(modules, tmp_path):
+    pipeline = modules[2]
+    with (
+        pipeline.alone(tmp_path),
+        pytest.raises(pipeline.UserError, match="another pipeline works in"),
+        pipeline.alone(tmp_path),
+    ):
+        pass
