@@ -16,7 +16,7 @@ STALLS=${ALIGNER_STALLS:-5}          # requeues in a row that no new checkpoint 
 STATE=$ALIGNER_RUN/slurm
 FILES=$STATE/$SLURM_JOB_ID
 declare -A PID=() CODE=() TRIES=()   # of each step, by name: its srun, its exit code once it has ended, its restarts
-STOP="" STOP_AT=0                    # why the steps were told to stop: limit or user
+STOP="" STOP_AT=0 TOLD=0             # why the steps were told to stop: limit or user
 GONE="" GONE_AT=0 MISSED=0           # the other job that has ended, and since when
 LOOKED=$SECONDS SLOW=""              # SLOW: a step that is told to stop last, for the others need it to save
 
@@ -107,6 +107,10 @@ look_around() {
     local left=$((STOP_AT + LEAD - 20 - SECONDS))
     if [[ -n $SLOW ]] && ((left < 30)); then
       SLOW=""
+      pass_on
+    fi
+    if ((TOLD < 3 && SECONDS - STOP_AT > 5 * TOLD + 2)); then # srun loses a signal that comes before its ranks are there
+      TOLD=$((TOLD + 1))
       pass_on
     fi
     ((left > 0)) || out_of_time
