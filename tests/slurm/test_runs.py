@@ -201,7 +201,7 @@ def test_two_runs_at_once_of_which_ranks_die(runs, cluster, undisturbed):
 @pytest.mark.parametrize("lost", ["critic", "actor"])
 def test_a_node_is_lost(runs, cluster, undisturbed, lost):
     """Slurm requeues the job that was on it; the other one waits for it."""
-    places = ("--critic-sbatch-arg=-wnode1", "--actor-sbatch-arg=-wnode2")
+    places = ("--critic-sbatch-arg=-wnode4", "--actor-sbatch-arg=-wnode4")  # of the one that is not lost
     options = [place for place in places if lost not in place]
     submitted = still(runs.ppo(f"down_{lost}", *options, actor=("checkpoint.every=1",), **STILL))
     host = json.loads((submitted.run.path / f"run{'_critic' if lost == 'critic' else ''}.json").read_text())["host"]
