@@ -1,6 +1,7 @@
 """PyTriton on rank 0: binding the three endpoints, ports, its workspace, and what a Python needs so that it starts at all."""
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -103,6 +104,7 @@ class TritonServer:
         import sh
         from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
+        _keep_signals_from_backends()
         # without it torchrun's killpg on SIGTERM takes Triton's helpers too, and requests in flight are lost
         sh.Command._call_args["new_group"] = True
         settings = self._settings
@@ -163,6 +165,31 @@ class TritonServer:
         leftovers.remove(self._home, os.getpid())
         self._guardian.kill()
         self._guardian.wait()
+
+
+IGNORING = b"""
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+"""
+
+
+def _keep_signals_from_backends() -> None:
+    """Triton's backend processes start one each that holds their shared memory. multiprocessing unblocks signals for it (it starts its
+    resource tracker first), which undoes kept_from_children; what is ignored stays so. Their own code is sent to Triton as a file."""
+    from pytriton.models.model import Model
+
+    files = Model.get_proxy_model_files
+    if hasattr(files, "__wrapped__"):
+        return
+
+    @functools.wraps(files)
+    def with_signals_ignored(model: Model) -> dict[str, bytes]:
+        found = files(model)
+        main = f"file:{model.model_version}/model.py"
+        return {**found, main: found[main] + IGNORING}
+
+    Model.get_proxy_model_files = with_signals_ignored
 
 
 def _tail(file: Path) -> str:

@@ -3,7 +3,7 @@
 Started as `python` by the batch scripts, with an entry script and its overrides. Each start is a line of RUN/starts.jsonl. What it does
 then is told by the override play=A,B,...: the word for its first start, the second ... (the last one stays).
 A number: end with that exit code. killed: SIGKILL. serve: until it is told to stop. saves: the same, and leave a new checkpoint. deaf: do
-not stop."""
+not stop. Without the override: 0, of a server once an actor has started."""
 
 import json
 import os
@@ -27,10 +27,18 @@ def main() -> int:
     with (run / "starts.jsonl").open("a") as file:
         file.write(json.dumps({**facts, "folder": os.getcwd()}) + "\n")
     if not plays:
+        until = time.monotonic() + 120
+        while name.startswith("serve_") and not starts_of("train_ppo_actor") and time.monotonic() < until:
+            time.sleep(0.05)
         return 0
-    lines = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
-    starts = [line for line in lines if line["script"] == name and line["rank"] == facts["rank"]]
+    starts = [line for line in starts_of(name) if line["rank"] == facts["rank"]]
     return play(plays[0][min(len(starts), len(plays[0])) - 1], len(starts))
+
+
+def starts_of(script: str) -> list[dict]:
+    """The starts so far; a line that is being written does not count."""
+    lines = (run / "starts.jsonl").read_text().splitlines(keepends=True)
+    return [start for line in lines if line.endswith("\n") and (start := json.loads(line))["script"] == script]
 
 
 def play(word: str, start: int) -> int:
