@@ -161,7 +161,8 @@ def test_warned_in_one_job(runs, undisturbed):
 
 @pytest.mark.slurm
 def test_preempted_and_requeued_onto_another_node(runs, cluster, undisturbed):
-    """A job of a higher partition takes the critic's node, and its server gets the SIGTERM too: the journal brings it back elsewhere."""
+    """A job of a higher partition takes the critic's node. SIGTERM reaches every process there; the pair is saved, and the critic comes
+    back elsewhere."""
     submitted = still(runs.ppo("preempted", "--actor-sbatch-arg=-wnode4", **STILL))
     host = json.loads((submitted.run.path / "run_critic.json").read_text())["host"]
     taken = cluster.run("sbatch", "--parsable", "-phigh", f"-w{host}", "--exclusive", "-o/dev/null", "--wrap=sleep 600")
@@ -169,7 +170,7 @@ def test_preempted_and_requeued_onto_another_node(runs, cluster, undisturbed):
     go_on(submitted)
     submitted.end()
     assert_exact(submitted.run, undisturbed.run)
-    assert restarts(submitted, "critic") == 1
+    assert submitted.run.pairs == ["step_000002", "step_000004"] and restarts(submitted, "critic") == 1
     assert json.loads((submitted.run.path / "run_critic.json").read_text())["host"] != host
     assert cluster.states()[int(taken)] == "RUNNING"
 
