@@ -37,7 +37,7 @@ def test_values_are_read_one_state_earlier_and_the_bootstrap_at_the_last_token()
     micro = _micro([[0, 1, 1, 1], [0, 1, 0, 0]], lengths=(4, 2))
     values, bootstrap = _read_values(ValueScale(rate=0.1), micro, output)
     assert values.tolist() == [[0.0, 1.0, 2.0, 3.0], [0.0, 5.0, 0.0, 0.0]]
-    assert bootstrap.tolist() == [4.0, 6.0] == last_token(micro, output).tolist()
+    assert bootstrap.tolist() == [4.0, 6.0] == last_token(micro, output)[:, 0].tolist()
     assert _before_each_token(output)[1].tolist() == [0.0, 5.0, 6.0, 7.0]
     # of a head that says (V - 10) / 2: nothing is added where there is no token, nor before the first
     values, bootstrap = _read_values(ValueScale(rate=0.1, scale=2.0, offset=10.0), micro, output)
