@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="converted checkpoint of the base model")
     parser.add_argument("--folder", type=Path, default=Path("runs/pipeline"))
-    parser.add_argument("--demonstrations", type=int, default=128, help="for SFT")
+    parser.add_argument("--demonstrations", type=int, default=32, help="for SFT")
     parser.add_argument("--pair-problems", type=int, default=400, help="problems that the SFT model answers for pairs")
     parser.add_argument("--samples", type=int, default=6, help="answers to each of them")
     parser.add_argument("--pairs", type=int, default=4, help="pairs a problem at most")
