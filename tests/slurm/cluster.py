@@ -93,10 +93,12 @@ class Cluster:
         path = os.pathsep.join([own.get("PATH", ""), "/usr/sbin", "/sbin"])
         return {**own, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
-    def run(self, *command: str, check: bool = True, tries: int = 1, **more: str) -> str:
-        """A command's standard output. more: environment variables."""
+    def run(self, *command: str, check: bool = True, **more: str) -> str:
+        """A command's standard output. more: environment variables.
+
+        squeue of Slurm 22.05 fails now and then, without a word, while parts of a heterogeneous job end: it is asked again."""
         everything = {**self.environment, **more}
-        for left in reversed(range(tries)):
+        for left in reversed(range(5 if command[0] == "squeue" else 1)):
             done = subprocess.run(command, env=everything, capture_output=True, text=True, timeout=120)
             if done.returncode == 0 or not left:
                 break
@@ -161,10 +163,8 @@ class Cluster:
             time.sleep(0.1)
 
     def states(self) -> dict[int, str]:
-        """Of every job that Slurm remembers, by id; of a heterogeneous one its parts have ids of their own.
-
-        squeue of Slurm 22.05 fails now and then, without a word, while parts of a heterogeneous job end: it is asked again."""
-        lines = self.run("squeue", "-h", "-t", "all", "-o", "%A %T", tries=5).splitlines()
+        """Of every job that Slurm remembers, by id; of a heterogeneous one its parts have ids of their own."""
+        lines = self.run("squeue", "-h", "-t", "all", "-o", "%A %T").splitlines()
         return {int(number): state for number, state in (line.split() for line in lines)}
 
     def job(self, number: int) -> dict[str, str]:

@@ -145,6 +145,7 @@ def test_cancelled_ended_and_gone(submitter, cluster):
     assert all(submitted.started("train_ppo_actor") == 1 for submitted in (actor, critic, stopped))
 
 
+@pytest.mark.slurm
 def test_parts_of_one_job(submitter, cluster):
     """As heterogeneous jobs: a part that died comes back beside the others, one that was refused ends them, a signal reaches all."""
     how = ("--together", "--critic-tasks-per-node", "2")
@@ -165,6 +166,7 @@ def test_parts_of_one_job(submitter, cluster):
     assert cancelled.started("train_ppo_actor") == 1
 
 
+@pytest.mark.slurm
 def test_nodes_are_given_back_while_the_other_job_waits(submitter, cluster):
     """The actor ends for want of its critic, which has no nodes: it lets its own go, and both go on when there are some."""
     nodes = ("--critic-sbatch-arg=-wnode1", "--critic-sbatch-arg=--exclusive", "--actor-sbatch-arg=-wnode2")
