@@ -11,10 +11,13 @@ from typing import Any
 VARIABLE = "ALIGNER_CONFIG_READS"
 ENTRY_SCRIPTS = {"__main__", "__mp_main__", "train_ppo_actor", "serve_ppo_critic", "serve_reward_model"}
 ENTRY_SCRIPTS |= {"train_sft", "train_reward_model"}
+DERIVED = {"aligner.config.jobs", "aligner.config.reward"}  # values that follow from settings, for whoever asks
 
 
 def _counts(module: str) -> bool:
-    return module in ENTRY_SCRIPTS or (module.startswith("aligner.") and not module.startswith("aligner.config"))
+    return module in ENTRY_SCRIPTS | DERIVED or (
+        module.startswith("aligner.") and not module.startswith("aligner.config")
+    )
 
 
 def record_reads(groups: dict[type, set[str]], file: Path) -> None:
