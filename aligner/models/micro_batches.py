@@ -76,16 +76,6 @@ def plan(
     return Plan(cut, rows_each)
 
 
-def plan_by_tokens(
-    lengths: Sequence[int], parts: Sequence[Sequence[int]], part: int, *, micro_batch_tokens: int, multiple: int
-) -> Plan:
-    """The same by a budget: rows are put together, long ones first, while rows times width stays within micro_batch_tokens.
-
-    multiple: what widths are rounded up to. A row that exceeds the budget goes alone. All ranks have as many as the one with most."""
-    units = [[[row] for row in rows] for rows in parts]
-    return plan_units(lengths, units, part, micro_batch_tokens=micro_batch_tokens, multiple=multiple)
-
-
 def plan_units(
     lengths: Sequence[int],
     parts: Sequence[Sequence[Sequence[int]]],

@@ -7,7 +7,6 @@ from aligner.models.micro_batches import (
     Plan,
     build,
     plan,
-    plan_by_tokens,
     plan_units,
     scatter,
     units_of,
@@ -55,6 +54,11 @@ def test_more_ranks_than_rows_leaves_empty_micro_batches():
 def test_a_micro_batch_size_of_zero_is_refused():
     with pytest.raises(ValueError, match="micro_batch_size must be at least 1, is 0"):
         plan([1], [[0]], 0, micro_batch_size=0)
+
+
+def plan_by_tokens(lengths, parts, part, **limits):
+    """Each row is a unit."""
+    return plan_units(lengths, [[[row] for row in rows] for rows in parts], part, **limits)
 
 
 def test_a_budget_of_tokens_by_hand():
