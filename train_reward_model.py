@@ -15,9 +15,8 @@ def main() -> int:
     from aligner.config.jobs import RewardTrainingConfig
     from aligner.config.load import load
 
-    config = load(
-        RewardTrainingConfig, config_name="reward_training"
-    )  # before torch is imported: a wrong key is told at once
+    # Before torch is imported: a wrong key is told at once
+    config = load(RewardTrainingConfig, config_name="reward_training")
     from aligner.algorithms import assemble, supervised_job
     from aligner.algorithms.agreement import on_all
     from aligner.algorithms.preference import build_learner, load_rows
@@ -33,12 +32,7 @@ def main() -> int:
     config.model = assemble.with_saved_dtype(config.model, job, resumed)
     learner = build_learner(config, job, rows)
     job.record(dtype=str(learner.model.model.dtype), **rows.counts())
-    trainer = supervised_job.build_trainer(config, job, learner=learner, rows=rows, course=course, resumed=resumed)
-    should_stop = assemble.stop_asked(config.run, stop, trainer, steps=course.steps)
-    state = trainer.fit(resume_from=resumed, should_stop=should_stop)
-    if not (complete := state.step >= course.steps):
-        stop.ask()  # rank 0 alone looks at the clock
-    assemble.finish(job, trainer, [], complete=complete)
+    supervised_job.train(config, job, stop, learner=learner, rows=rows, course=course, resumed=resumed)
     shutdown()
     return stop.exit_code
 

@@ -34,12 +34,7 @@ def main() -> int:
     batch_size = config.train.mini_batch_size
     learner = sft.SFTLearner(model, job.tokenizer, batch_size=batch_size, generations=generations)
     job.record(dtype=str(model.model.dtype), steps=course.steps, **rows.counts())
-    trainer = supervised_job.build_trainer(config, job, learner=learner, rows=rows, course=course, resumed=resumed)
-    should_stop = assemble.stop_asked(config.run, stop, trainer, steps=course.steps)
-    state = trainer.fit(resume_from=resumed, should_stop=should_stop)
-    if not (complete := state.step >= course.steps):
-        stop.ask()  # rank 0 alone looks at the clock
-    assemble.finish(job, trainer, [], complete=complete)
+    supervised_job.train(config, job, stop, learner=learner, rows=rows, course=course, resumed=resumed)
     if engine is not None:
         engine.close()
     shutdown()

@@ -1,12 +1,13 @@
-"""What the entry scripts of supervised jobs share: how long the run is, and the trainer from its parts."""
+"""What the entry scripts of supervised jobs share: how long the run is, the trainer from its parts, and the run itself."""
 
 from typing import Any, Optional
 
-from aligner.algorithms.assemble import Job, build_recorder
+from aligner.algorithms.assemble import Job, build_recorder, finish, stop_asked
 from aligner.algorithms.pairs import PairedCheckpoints
 from aligner.algorithms.supervised import PHASES, Course, Learner, SupervisedTrainer
 from aligner.data.rows import Rows
 from aligner.runtime.errors import ConfigError
+from aligner.runtime.signals import StopSignals
 
 LENGTH = "train.epochs or run.max_steps"  # what says how long a run is
 
@@ -20,6 +21,25 @@ def check_length(config: Any, job: Job) -> None:
 
 def course_of(config: Any, rows: Rows) -> Course:
     return Course.of(config.train, config.run, len(rows.train))
+
+
+def train(
+    config: Any,
+    job: Job,
+    stop: StopSignals,
+    *,
+    learner: Learner,
+    rows: Rows,
+    course: Course,
+    resumed: Optional[int],
+) -> None:
+    """Trains to the end, or until a stop is asked for, and leaves the report. Collective."""
+    trainer = build_trainer(config, job, learner=learner, rows=rows, course=course, resumed=resumed)
+    should_stop = stop_asked(config.run, stop, trainer, steps=course.steps)
+    state = trainer.fit(resume_from=resumed, should_stop=should_stop)
+    if not (complete := state.step >= course.steps):
+        stop.ask()  # rank 0 alone looks at the clock
+    finish(job, trainer, [], complete=complete)
 
 
 def build_trainer(

@@ -15,6 +15,7 @@ from aligner.data.rows import Rows, limit_rows, load_rows
 from aligner.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+FEW = 32  # held-out rows below which what is measured on them is told to be rough
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ def load_preferences(
     if not rows.held_out:
         log.warning(
             "no row is held out: there will be no accuracy and no size of the scores; set data.holdout or data.validation"
+        )
+    elif len(rows.held_out) < FEW:
+        log.warning(
+            "%d rows are held out, too few to tell accuracy and the size of the scores (reward.standardise) well: "
+            "raise data.holdout, or give data.validation",
+            len(rows.held_out),
         )
     return rows
 

@@ -110,7 +110,7 @@ class Pipeline:
         prompts, answers = self.folder / "data/pair_prompts.jsonl", self.folder / "answers/pairs.jsonl"
         how = ["--num_samples", str(self.args.samples), "--seed", str(self.config.run.seed)]
         self.generate(self.trained("sft"), prompts, answers, how)
-        judged = data.judge(prompts, answers)
+        judged = data.judge(prompts, answers, self.config.reward)
         found = data.pairs(judged, most=self.args.pairs, seed=self.config.run.seed)
         right = sum(row["right"] for row in judged) / len(judged)
         print(f"  {len(judged)} answers, {right:.0%} right: {len(found)} pairs", flush=True)
@@ -153,7 +153,7 @@ class Pipeline:
         for kind, how in (("sampled", ["--seed", str(self.config.run.seed)]), ("greedy", ["--greedy"])):
             answers = self.folder / f"answers/{name}_{kind}.jsonl"
             self.generate(checkpoint, prompts, answers, how)
-            judged = data.judge(prompts, answers)
+            judged = data.judge(prompts, answers, self.config.reward)
             data.write_lines(self.folder / f"answers/{name}_{kind}_judged.jsonl", judged)
             print(f"  {sum(row['right'] for row in judged)} of {len(judged)} right, {kind}", flush=True)
 

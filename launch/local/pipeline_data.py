@@ -1,5 +1,5 @@
 """Files between the stages of launch/local/pipeline.py: problems, demonstrations, preference pairs, and what the verifier says of
-answers. Held-out problems are those that the RL jobs hold out too: same task, seed and key (conf/tasks/sums_of_two.yaml)."""
+answers. Held-out problems are those that the RL jobs hold out too: same task, seed and key (conf/tasks/short_sums.yaml)."""
 
 import json
 import random
@@ -63,15 +63,15 @@ def write_problems(folder: Path, data: DataConfig, *, seed: int, sizes: Sizes) -
     write_lines(folder / "held_out.jsonl", map(asked, held_out[: sizes.held_out]))
 
 
-def judge(prompts: Path, answers: Path) -> list[dict[str, Any]]:
-    """Each line of generate.py's output with its problem: {index, prompt, text, finish_reason, right}. The task's verifier says whether
-    the first number of the text is the answer. Raises RuntimeError for an answer that could not be scored."""
+def judge(prompts: Path, answers: Path, reward: RewardConfig) -> list[dict[str, Any]]:
+    """Each line of generate.py's output with its problem: {index, prompt, text, finish_reason, right}, as the verifier of `reward` says.
+    Raises RuntimeError for an answer that could not be scored."""
     asked = read_jsonl(prompts)
     rows = [{**row, "problem": asked[row["index"]]["problem"]} for row in read_jsonl(answers)]
     requests = [
         {"response": row["text"], "sample": {**row["problem"], "ended": row["finish_reason"] == "stop"}} for row in rows
     ]
-    pool = WorkerPool(verifier_spec(RewardConfig()), workers=1, timeout=10.0, memory_mb=2048)
+    pool = WorkerPool(verifier_spec(reward), workers=1, timeout=10.0, memory_mb=2048)
     try:
         scores = pool.submit(requests).result(timeout=SCORING)
     finally:
@@ -86,11 +86,12 @@ def judge(prompts: Path, answers: Path) -> list[dict[str, Any]]:
 
 
 def pairs(judged: Sequence[dict[str, Any]], *, most: int, seed: int) -> list[dict[str, Any]]:
-    """{prompt, chosen, rejected}: for each problem with right and wrong answers, at most `most` pairs of different texts. Only whole
-    answers: one that was cut says nothing of where the model would have ended."""
+    """{prompt, chosen, rejected}: for each problem with right and wrong answers, at most `most` pairs of different texts. An answer that
+    was cut may be rejected, so that the reward model sees all that the policy says, and is never chosen."""
     by_problem: dict[int, dict[bool, list[str]]] = {}
     for row in judged:
-        if row["finish_reason"] == "stop" and row["text"].strip():
+        whole = row["finish_reason"] == "stop"
+        if row["text"].strip() and (whole or not row["right"]):
             texts = by_problem.setdefault(row["index"], {True: [], False: []})[row["right"]]
             if row["text"] not in texts:
                 texts.append(row["text"])

@@ -19,6 +19,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "mung
 NODES, CPUS, GPUS, MEMORY = 4, 8, 8, 8000
 
 # Requeued jobs start again after cred_expire; a machine that is busy needs some of it. GraceTime: what a preempted job gets to save.
+# ReturnToService: a node that a test sets DOWN stays so, although its slurmd lives.
 CONFIGURATION = """
 ClusterName=aligner
 SlurmctldHost={host}(127.0.0.1)
@@ -43,7 +44,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sc
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=1
 SlurmctldTimeout=60
 SlurmdTimeout=300
 InactiveLimit=0

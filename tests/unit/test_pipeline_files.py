@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.groups import DataConfig
+from aligner.config.reward import RewardConfig
 from aligner.data.tasks import operands
 
 LOCAL = Path(__file__).resolve().parents[2] / "launch" / "local"
@@ -49,27 +50,29 @@ def test_differences_on_the_same_problems(report, gained, lost, both, p):
     assert report.mcnemar(before, after) == (gained, lost, pytest.approx(p))
 
 
-def judged(index, text, right, finish="stop"):
+def judged_row(index, text, right, finish="stop"):
     return {"index": index, "prompt": f"p{index}", "text": text, "finish_reason": finish, "right": right}
 
 
-def test_pairs_are_of_different_whole_answers_to_one_problem(data):
+def test_pairs_are_of_different_answers_to_one_problem_and_what_was_cut_is_never_chosen(data):
     rows = [
-        judged(0, " 7", True),
-        judged(0, " 7", True),
-        judged(0, " 8", False),
-        judged(0, " 9", False, "length"),
-        judged(0, " ", False),
-        judged(1, " 3", True),
-        judged(2, " 3", False),
-        *(judged(3, f" {n}", n == 5) for n in range(6)),
+        judged_row(0, " 7", True),
+        judged_row(0, " 7", True),
+        judged_row(0, " 8", False),
+        judged_row(0, " 7 is", True, "length"),
+        judged_row(0, " ", False),
+        judged_row(1, " 3", True),
+        judged_row(1, " I am", False, "length"),
+        judged_row(2, " 3", False),
+        *(judged_row(3, f" {n}", n == 5) for n in range(6)),
     ]
     found = data.pairs(rows, most=3, seed=1)
     assert found[0] == {"prompt": "p0", "chosen": " 7", "rejected": " 8"}
-    assert [row["prompt"] for row in found[1:]] == ["p3"] * 3 and {row["chosen"] for row in found[1:]} == {" 5"}
-    assert len({row["rejected"] for row in found[1:]}) == 3
+    assert found[1] == {"prompt": "p1", "chosen": " 3", "rejected": " I am"}
+    assert [row["prompt"] for row in found[2:]] == ["p3"] * 3 and {row["chosen"] for row in found[2:]} == {" 5"}
+    assert len({row["rejected"] for row in found[2:]}) == 3
     assert data.pairs(rows, most=3, seed=1) == found
-    assert len(data.pairs(rows, most=100, seed=1)) == 6
+    assert len(data.pairs(rows, most=100, seed=1)) == 7
 
 
 SETTINGS = DataConfig(
@@ -104,7 +107,8 @@ def test_no_problem_is_on_two_sides(data, tmp_path):
     told = [(row["problem"]["answer"], "stop") for row in read["held_out"][:2]] + [("100000", "stop"), ("", "length")]
     rows = [{"index": i, "prompt": "p", "text": text, "finish_reason": end} for i, (text, end) in enumerate(told)]
     data.write_lines(answers, rows)
-    assert [row["right"] for row in data.judge(tmp_path / "held_out.jsonl", answers)] == [True, True, False, False]
+    judged = data.judge(tmp_path / "held_out.jsonl", answers, RewardConfig())
+    assert [row["right"] for row in judged] == [True, True, False, False]
     with pytest.raises(ValueError, match="and 9000 and 10 are needed: raise data.task_size"):
         data.write_problems(tmp_path, SETTINGS, seed=3, sizes=data.Sizes(1000, 8000, 10))
 
@@ -113,7 +117,11 @@ def test_the_report_compares_the_stages(report, tmp_path):
     right = {"base": [0, 0, 1, 0], "sft": [0, 1, 1, 0], "ppo": [1, 1, 1, 0], "critic_free": [1, 1, 1, 1]}
     stages = [
         report.Evaluated(
-            name, [bool(r) for r in rights], [judged(i, f" {i}<", r) for i, r in enumerate(rights)], 61.0, [True] * 4
+            name,
+            [bool(r) for r in rights],
+            [judged_row(i, f" {i}<", r) for i, r in enumerate(rights)],
+            61.0,
+            [True] * 4,
         )
         for name, rights in right.items()
     ]

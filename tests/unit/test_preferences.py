@@ -265,6 +265,7 @@ def test_prompts_on_both_sides_are_told(tmp_path, tokenizer, caplog):
     other.write_text(json.dumps({**PAIR, "rejected": "6"}) + "\n")
     assert len(load(path, tokenizer, validation=str(other)).held_out) == 1
     assert "1 of 1 held-out rows have prompts that are trained on too" in caplog.text
+    assert "1 rows are held out, too few" in caplog.text
     assert load(path, tokenizer).held_out == [] and "no row is held out" in caplog.text
 
 
