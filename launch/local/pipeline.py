@@ -43,8 +43,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--demonstrations", type=int, default=32, help="for SFT")
     parser.add_argument("--pair-problems", type=int, default=400, help="problems that the SFT model answers for pairs")
     parser.add_argument("--samples", type=int, default=6, help="answers to each of them")
-    parser.add_argument("--pairs", type=int, default=4, help="pairs a problem at most")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs a problem at most")
     parser.add_argument("--held-out", type=int, default=280, help="problems that every stage is evaluated on")
+    parser.add_argument("--answers", type=int, default=4, help="sampled answers to each of them")
     for job in JOBS:
         parser.add_argument(f"--{job}", nargs="*", default=[], metavar="OVERRIDE")
     return parser.parse_args(argv)
@@ -148,9 +149,10 @@ class Pipeline:
         return [*self.of_run("critic_free", checkpoint), *self.args.critic_free]
 
     def evaluate(self, name: str, checkpoint: Path) -> None:
-        """One answer a problem as the policy gives it (temperature 1), and the likeliest one."""
+        """Answers as the policy gives them (temperature 1), and the likeliest one."""
         prompts = self.folder / "data/held_out.jsonl"
-        for kind, how in (("sampled", ["--seed", str(self.config.run.seed)]), ("greedy", ["--greedy"])):
+        sampled = ["--num_samples", str(self.args.answers), "--seed", str(self.config.run.seed)]
+        for kind, how in (("sampled", sampled), ("greedy", ["--greedy"])):
             answers = self.folder / f"answers/{name}_{kind}.jsonl"
             self.generate(checkpoint, prompts, answers, how)
             judged = data.judge(prompts, answers, self.config.reward)
@@ -167,8 +169,7 @@ class Pipeline:
             )
             own = {"ppo": ("pairs", "reward_model", "ppo")}.get(name, (name,))
             seconds = sum(spent.get(part, 0.0) for part in (*own, f"evaluate_{name}"))
-            right = [row["right"] for row in sampled]
-            found.append(report.Evaluated(name, right, sampled, seconds, [row["right"] for row in greedy]))
+            found.append(report.Evaluated(name, sampled, greedy, seconds))
         page = report.write(self.folder, found, self.facts(spent))
         for stage in found:
             low, high = stage.interval

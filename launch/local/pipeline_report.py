@@ -3,9 +3,10 @@
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
 from aligner.runtime.charts import COLOURS
 from aligner.runtime.durable import write_durably
@@ -24,18 +25,22 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The model of one stage. right: of each held-out problem, in order, the answer that was sampled; answers: these; greedy: whether the
-    likeliest answer is right. seconds: all that the stage took, evaluation included."""
+    """The model of one stage. sampled, greedy: its judged answers to the held-out problems (pipeline_data.py): one or more sampled ones
+    each, and the likeliest one. seconds: all that the stage took, evaluation included."""
 
     name: str
-    right: Sequence[bool]
-    answers: Sequence[dict[str, Any]]
+    sampled: Sequence[dict[str, Any]]
+    greedy: Sequence[dict[str, Any]]
     seconds: float
-    greedy: Sequence[bool]
+
+    @cached_property
+    def right(self) -> list[float]:
+        """Of each problem the share of its sampled answers that are right."""
+        return shares(self.sampled)
 
     @property
     def greedy_accuracy(self) -> float:
-        return sum(self.greedy) / len(self.greedy)
+        return sum(shares(self.greedy)) / len(self.greedy)
 
     @property
     def accuracy(self) -> float:
@@ -43,39 +48,66 @@ class Evaluated:
 
     @property
     def interval(self) -> tuple[float, float]:
-        return wilson(sum(self.right), len(self.right))
+        """Of 95 %, over problems. Answers to one problem are alike, so they count as the number of independent ones that would have the
+        same variance (Korn and Graubard 1998)."""
+        p, n = self.accuracy, len(self.right)
+        error = _standard_error(self.right)
+        return wilson(p, p * (1 - p) / error**2 if error else n)
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
-    """95 % score interval of a share (Wilson 1927)."""
-    p, z2 = successes / n, Z * Z
+def shares(judged: Sequence[dict[str, Any]]) -> list[float]:
+    """Of each problem (`index`, from 0 on) the share of its answers that are right."""
+    by_problem: dict[int, list[bool]] = {}
+    for row in judged:
+        by_problem.setdefault(row["index"], []).append(row["right"])
+    return [sum(right) / len(right) for _, right in sorted(by_problem.items())]
+
+
+def wilson(p: float, n: float) -> tuple[float, float]:
+    """95 % score interval of a share p of n (Wilson 1927)."""
+    z2 = Z * Z
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def mcnemar(before: Sequence[bool], after: Sequence[bool]) -> tuple[int, int, float]:
-    """(problems gained, lost, two-sided exact p-value) of two models on the same problems: gains and losses are a fair coin's tosses where
-    the models are equally good (McNemar 1947)."""
-    gained = sum(b < a for b, a in zip(before, after, strict=True))
-    lost = sum(b > a for b, a in zip(before, after, strict=True))
-    n = gained + lost
-    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n
-    return gained, lost, min(1.0, 2 * tail)
+def change(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """(mean, low, high): by how much two models differ on the same problems, with the paired 95 % interval over problems."""
+    differences = [a - b for b, a in zip(before, after, strict=True)]
+    mean, half = sum(differences) / len(differences), Z * _standard_error(differences)
+    return mean, mean - half, mean + half
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of their mean, by the variance of the values themselves: with one answer a problem, `interval` is Wilson's."""
+    n, mean = len(values), sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values)) / n
+
+
+def before(stage: Evaluated, stages: Sequence[Evaluated]) -> Optional[Evaluated]:
+    """The stage that this one started from."""
+    name = {"base": None, "sft": "base"}.get(stage.name, "sft")
+    return next((other for other in stages if other.name == name), None)
 
 
 def summary(stages: Sequence[Evaluated]) -> dict[str, Any]:
-    """Per stage accuracy, ci95 (low, high), n, seconds, and greedy_accuracy."""
-    return {
-        stage.name: {
-            "accuracy": stage.accuracy,
-            "ci95": list(stage.interval),
-            "n": len(stage.right),
-            "seconds": round(stage.seconds, 1),
-            "greedy_accuracy": stage.greedy_accuracy,
-        }
-        for stage in stages
+    """Per stage accuracy, ci95 (low, high), n (problems), seconds, and greedy_accuracy; and, against the stage that it started from,
+    change and change_ci95."""
+    return {stage.name: _summary(stage, before(stage, stages)) for stage in stages}
+
+
+def _summary(stage: Evaluated, earlier: Optional[Evaluated]) -> dict[str, Any]:
+    told = {
+        "accuracy": stage.accuracy,
+        "ci95": list(stage.interval),
+        "n": len(stage.right),
+        "seconds": round(stage.seconds, 1),
+        "greedy_accuracy": stage.greedy_accuracy,
     }
+    if earlier is not None:
+        mean, *interval = change(earlier.right, stage.right)
+        told |= {"change": mean, "change_ci95": interval}
+    return told
 
 
 def write(folder: Path, stages: Sequence[Evaluated], facts: dict[str, str]) -> Path:
@@ -90,8 +122,8 @@ def write(folder: Path, stages: Sequence[Evaluated], facts: dict[str, str]) -> P
 def _head(stages: Sequence[Evaluated]) -> str:
     n = len(stages[0].right)
     return (
-        f"<h1>From a base model to an aligned one</h1><p>The same {n} held-out problems, each answered once by the model of each stage "
-        "(sampled at temperature 1, as in training), and checked by the task's verifier. Lines are 95 % intervals.</p>"
+        f"<h1>From a base model to an aligned one</h1><p>The same {n} held-out problems, answered by the model of each stage (sampled at "
+        "temperature 1, as in training), and checked by the task's verifier. Lines are 95 % intervals.</p>"
         f"{_bars(stages)}"
     )
 
@@ -114,28 +146,27 @@ def _bars(stages: Sequence[Evaluated]) -> str:
 
 
 def _table(stages: Sequence[Evaluated]) -> str:
-    by_name = {stage.name: stage for stage in stages}
     rows = []
     for stage in stages:
-        low, high = stage.interval
-        against = by_name["base" if stage.name == "sft" else "sft"]
-        change = ""
-        if stage.name != "base":
-            gained, lost, p = mcnemar(against.right, stage.right)
-            change = f"{gained} gained, {lost} lost against {against.name}, p = {p:.2g}"
+        (low, high), earlier = stage.interval, before(stage, stages)
         cells = [
             escape(TITLES[stage.name]),
             f"{stage.accuracy:.3f}",
             f"{low:.3f} to {high:.3f}",
             str(len(stage.right)),
             f"{stage.greedy_accuracy:.3f}",
-            change,
+            "" if earlier is None else _change(earlier, stage),
             duration(stage.seconds),
         ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    heads = ("stage", "accuracy", "95 %", "problems", "greedy", "change (McNemar)", "time")
+    heads = ("stage", "accuracy", "95 %", "problems", "greedy", "change on the same problems (95 %)", "time")
     head = "".join(f"<th align='left'>{name}</th>" for name in heads)
     return f"<table cellpadding='6'><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _change(earlier: Evaluated, stage: Evaluated) -> str:
+    mean, low, high = change(earlier.right, stage.right)
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}) against {earlier.name}"
 
 
 def _facts(facts: dict[str, str]) -> str:
@@ -143,13 +174,13 @@ def _facts(facts: dict[str, str]) -> str:
 
 
 def _answers(stages: Sequence[Evaluated]) -> str:
-    """The first held-out problems (the first, not chosen ones), and what each stage answers."""
+    """The first held-out problems (the first, not chosen ones), and the likeliest answer of each stage."""
     blocks = []
-    for at in range(min(SHOWN, len(stages[0].right))):
+    for rows in list(zip(*(stage.greedy for stage in stages), strict=True))[:SHOWN]:
         cells = "".join(
-            f"<div class='card'><div class='note'>{escape(stage.name)}: {'right' if stage.right[at] else 'wrong'}</div>"
-            f"<pre>{escape(stage.answers[at]['text'])}</pre></div>"
-            for stage in stages
+            f"<div class='card'><div class='note'>{escape(stage.name)}: {'right' if row['right'] else 'wrong'}</div>"
+            f"<pre>{escape(row['text'])}</pre></div>"
+            for stage, row in zip(stages, rows, strict=True)
         )
-        blocks.append(f"<pre>{escape(stages[0].answers[at]['prompt'])}</pre><div class='cards'>{cells}</div>")
-    return f"<h2>The first {len(blocks)} held-out problems</h2>{''.join(blocks)}"
+        blocks.append(f"<pre>{escape(rows[0]['prompt'])}</pre><div class='cards'>{cells}</div>")
+    return f"<h2>The likeliest answers to the first {len(blocks)} held-out problems</h2>{''.join(blocks)}"

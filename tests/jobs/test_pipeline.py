@@ -58,13 +58,9 @@ def test_the_whole_road_is_gone_on_with_after_a_kill(tiny_model, tmp_path):
     for name, stage in summary.items():
         rows = [json.loads(line) for line in (folder / f"answers/{name}_sampled_judged.jsonl").read_text().splitlines()]
         asked = [json.loads(line) for line in (folder / "data/held_out.jsonl").read_text().splitlines()]
-        right = sum(
-            row["text"].strip().split(" ")[0] == problem["problem"]["answer"]
-            for row, problem in zip(rows, asked, strict=True)
-        )
-        assert (
-            stage["n"] == 40 and stage["seconds"] > 0 and stage["accuracy"] >= right / 40
-        )  # the verifier also reads "7x"
+        right = sum(" ".join(row["text"].split()) == asked[row["index"]]["problem"]["answer"] for row in rows)
+        assert (stage["n"], len(rows)) == (40, 4 * 40) and stage["seconds"] > 0
+        assert stage["accuracy"] == pytest.approx(right / len(rows))
         assert stage["ci95"][0] <= stage["accuracy"] <= stage["ci95"][1]
     assert all(row["score"] is not None for row in map(json.loads, (folder / "ppo/rollouts/step_2.jsonl").open()))
     assert "report.html" in done.stdout and (folder / "report.html").is_file()

@@ -299,6 +299,29 @@ def test_one_job_without_a_critic(runs, undisturbed):
 
 
 @pytest.mark.slurm
+def test_supervised_jobs(runs, tmp_path):
+    """SFT on two nodes, and a reward model on one, at once."""
+    told = {"prompt": "Say 1", "completion": "1.", "chosen": "1.", "rejected": "2."}
+    rows = {"sft": ("prompt", "completion"), "pairs": ("prompt", "chosen", "rejected")}
+    for name, keys in rows.items():
+        lines = [json.dumps({key: told[key].replace("1", str(n)) for key in keys}) + "\n" for n in range(12)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    how = ("submit_job.sh", "--python", sys.executable, "--gpus-per-node", "1")
+    model = [word for word in runs.both if word.startswith(("model.", "parallel."))]
+    common = (*model, "train.mini_batch_size=4", "data.max_length=128")
+
+    def submit(script: str, name: str, rows: str, *options: str) -> Submitted:
+        return runs.submit((*how, *options, script, *common, f"data.train={tmp_path}/{rows}.jsonl"), name)
+
+    sft = submit("train_sft.py", "sft", "sft", "--nodes", "2")
+    reward_model = submit("train_reward_model.py", "reward_model", "pairs")
+    for submitted in (sft.end(), reward_model.end()):
+        assert submitted.run.steps == [1, 2, 3] and submitted.run.pairs == ["step_000003"]
+    record = json.loads((sft.run.path / "run_sft.json").read_text())
+    assert record["grid"] == "TP1 x PP1 x DP2" and len(set(record["hosts"])) == 2
+
+
+@pytest.mark.slurm
 def test_by_hand(runs, cluster, undisturbed):
     """`srun python ...` twice, without launch/slurm."""
     place = [f"run.dir={runs.runs}", "run.name=by_hand", *runs.both]

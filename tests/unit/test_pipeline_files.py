@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -37,21 +38,34 @@ def report(modules):
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_intervals(report, k, n, low, high):
-    assert report.wilson(k, n) == pytest.approx((low, high), abs=5e-5)
+    assert report.wilson(k / n, n) == pytest.approx((low, high), abs=5e-5)
 
 
-@pytest.mark.parametrize(
-    "gained,lost,both,p",
-    [(0, 0, 5, 1.0), (1, 0, 0, 1.0), (6, 0, 3, 2 / 64), (8, 2, 1, 2 * (1 + 10 + 45) / 1024), (2, 8, 1, 112 / 1024)],
-)
-def test_differences_on_the_same_problems(report, gained, lost, both, p):
-    before = [False] * gained + [True] * lost + [True] * both
-    after = [True] * gained + [False] * lost + [True] * both
-    assert report.mcnemar(before, after) == (gained, lost, pytest.approx(p))
+def test_answers_to_one_problem_count_as_what_they_tell(report):
+    """Alike, they are one answer; independent, they are as many as there are."""
+    alike = [judged_row(i, "", i < 30) for i in range(100) for _ in range(4)]
+    assert evaluated(report, alike).interval == pytest.approx(
+        report.wilson(0.3, 100), rel=6e-3
+    )  # its variance by n - 1
+    generator = random.Random(0)
+    apart = [judged_row(i, "", generator.random() < 0.3) for i in range(4000) for _ in range(4)]
+    found = evaluated(report, apart)
+    assert found.interval == pytest.approx(report.wilson(found.accuracy, 16000), rel=6e-3)
+    assert evaluated(report, [judged_row(i, "", False) for i in range(20)]).interval == report.wilson(0.0, 20)
+
+
+def test_changes_are_of_the_same_problems(report):
+    """By hand: differences 1, 0, 0, -0.5, 0.5 have mean 0.2 and deviation 0.5099."""
+    mean, low, high = report.change([0.0, 0.5, 1.0, 1.0, 0.5], [1.0, 0.5, 1.0, 0.5, 1.0])
+    assert mean == pytest.approx(0.2) and (high - low) / 2 == pytest.approx(1.95996 * 0.509902 / 5**0.5, rel=1e-5)
 
 
 def judged_row(index, text, right, finish="stop"):
     return {"index": index, "prompt": f"p{index}", "text": text, "finish_reason": finish, "right": right}
+
+
+def evaluated(report, rows, name="sft"):
+    return report.Evaluated(name, rows, rows, 61.0)
 
 
 def test_pairs_are_of_different_answers_to_one_problem_and_what_was_cut_is_never_chosen(data):
@@ -116,13 +130,7 @@ def test_no_problem_is_on_two_sides(data, tmp_path):
 def test_the_report_compares_the_stages(report, tmp_path):
     right = {"base": [0, 0, 1, 0], "sft": [0, 1, 1, 0], "ppo": [1, 1, 1, 0], "critic_free": [1, 1, 1, 1]}
     stages = [
-        report.Evaluated(
-            name,
-            [bool(r) for r in rights],
-            [judged_row(i, f" {i}<", r) for i, r in enumerate(rights)],
-            61.0,
-            [True] * 4,
-        )
+        evaluated(report, [judged_row(i, f" {i}<", bool(r)) for i, r in enumerate(rights)], name)
         for name, rights in right.items()
     ]
     page = report.write(tmp_path, stages, {"task": "sums"}).read_text()
@@ -134,7 +142,13 @@ def test_the_report_compares_the_stages(report, tmp_path):
         "critic_free": (1.0, 4, 61.0),
     }
     assert told["sft"]["ci95"] == pytest.approx([0.15, 0.85], abs=5e-4)
-    assert "2 gained, 0 lost against sft, p = 0.5" in page and "<dd>sums</dd>" in page and " 3&lt;" in page
+    assert told["ppo"]["change"] == 0.25 and "change" not in told["base"]
+    assert (
+        "+0.250 (-0.174 to +0.674) against sft" in page
+        and "against base" in page
+        and "<dd>sums</dd>" in page
+        and " 3&lt;" in page
+    )
 
 
 def test_a_stage_that_is_complete_is_not_repeated_and_time_adds_up(modules, tmp_path, monkeypatch, capsys):
