@@ -1,7 +1,7 @@
 """The critic behind its server against the same calls in one process, in turns, and how long an actor waits for it.
 
     python benchmarks/served_critic.py [--model DIR] [--rounds 5] [--rows 32] [--prompt 13] [--response 6] [--chunk 16]
-    python benchmarks/served_critic.py --waiting runs/demo/metrics.jsonl
+    python benchmarks/served_critic.py --waiting runs/demo
 
 A round is what a PPO step of the demo asks: values and scores of its rows in chunks (all asked at once, as an actor does), then one
 train request. Both critics start from the same weights and are given the same rows, and the values must agree; the first round is
@@ -36,13 +36,14 @@ def arguments() -> argparse.Namespace:
     for name, default in (("rows", 32), ("prompt", 13), ("response", 6), ("chunk", 16), ("mini-batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--threads", type=int, default=1, help="of either side")
-    parser.add_argument("--waiting", type=Path, help="metrics.jsonl of a run: tell its waiting time, and end")
+    parser.add_argument("--waiting", type=Path, help="folder of a run: tell its waiting time, and end")
     return parser.parse_args()
 
 
-def waiting(file: Path) -> None:
+def waiting(run: Path) -> None:
     """Median share of a step that the actor waited for the critic, over the steps in which the policy trained."""
-    rows = [row for row in map(json.loads, file.read_text().splitlines()) if "policy/loss" in row]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "policy/loss" in row]
     shares = [row["time/critic_wait"] / row["time/step"] for row in rows]
     seconds = statistics.median(row["time/critic_wait"] for row in rows)
     print(f"{len(rows)} steps: {seconds:.2f} s waiting a step, {100 * statistics.median(shares):.1f} % of it (medians)")
