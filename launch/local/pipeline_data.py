@@ -1,5 +1,5 @@
 """Files between the stages of launch/local/pipeline.py: problems, demonstrations, preference pairs, and what the verifier says of
-answers. Held-out problems are those that the RL jobs hold out too: same task, seed and key (conf/tasks/short_sums.yaml)."""
+answers. Held-out problems are those that the RL jobs hold out too: same task, seed and key (conf/tasks/sums_of_two.yaml)."""
 
 import json
 import random
