@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", help="folder of the checkout, whose disk is checked")
     parser.add_argument("--disk_gb", type=float, default=10, help="free disk needed, GB")
-    parser.add_argument("--memory_gb", type=float, default=8, help="memory needed, GB")
+    parser.add_argument("--memory_gb", type=float, default=12, help="memory needed, GB")
     args = parser.parse_args()
     found = problems(args.root, args.disk_gb, args.memory_gb)
     for problem in found:
