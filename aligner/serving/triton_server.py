@@ -7,6 +7,7 @@ import os
 import socket
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
@@ -18,7 +19,10 @@ log = logging.getLogger(__name__)
 
 EXIT_TIMEOUT = 5  # seconds that Triton waits for requests in flight when it ends
 STOP_DEADLINE = 40.0
-PORT_ATTEMPTS = 3
+ATTEMPTS = (
+    3  # to start Triton: the port it was told may be taken, and its Python backend crashes now and then while it starts
+)
+PATIENCE = 60.0  # seconds after which a start that failed is not tried again
 
 Handler = Callable[[Sequence[Any]], list[dict[str, Any]]]
 
@@ -82,7 +86,8 @@ class TritonServer:
             "queue_delay_us": queue_delay_us,
         }
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, PORT_ATTEMPTS + 1):
+        began = time.monotonic()
+        for attempt in range(1, ATTEMPTS + 1):
             self.port = port or free_port(address)
             self._home = leftovers.make_workspace(run)
             with kept_from_children():
@@ -93,12 +98,10 @@ class TritonServer:
                 return
             except Exception as error:
                 self.stop()
-                clash = "in use" in _tail(log_file)
-                if port or not clash or attempt == PORT_ATTEMPTS:
-                    raise RuntimeError(
-                        f"Triton did not start on {address}:{self.port} ({error}); its log is {log_file}"
-                    ) from error
-                log.warning("port %d was taken before Triton bound it; trying another", self.port)
+                told = f"Triton did not start on {address}:{self.port} ({error}); its log is {log_file}"
+                if attempt == ATTEMPTS or time.monotonic() - began > PATIENCE:
+                    raise RuntimeError(told) from error
+                log.warning("%s; trying again", told)
 
     def _start(self) -> None:
         import sh
@@ -190,13 +193,6 @@ def _keep_signals_from_backends() -> None:
         return {**found, main: found[main] + IGNORING}
 
     Model.get_proxy_model_files = with_signals_ignored
-
-
-def _tail(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")[-4000:]
-    except OSError:
-        return ""
 
 
 @contextlib.contextmanager
