@@ -19,9 +19,8 @@ log = logging.getLogger(__name__)
 
 EXIT_TIMEOUT = 5  # seconds that Triton waits for requests in flight when it ends
 STOP_DEADLINE = 40.0
-ATTEMPTS = (
-    3  # to start Triton: the port it was told may be taken, and its Python backend crashes now and then while it starts
-)
+# To start Triton: the port it was told may be taken, and its Python backend crashes now and then while it loads
+ATTEMPTS = 3
 PATIENCE = 60.0  # seconds after which a start that failed is not tried again
 
 Handler = Callable[[Sequence[Any]], list[dict[str, Any]]]
