@@ -1,4 +1,5 @@
-"""Where every thread of a rank stands, written into the run folder: before a wait is given up, when nothing moves, and on SIGUSR2."""
+"""Where every thread of a rank stands, written into the run folder: before a wait is given up, when nothing moves, on SIGUSR2, and where
+the process crashes (SIGSEGV, SIGABRT)."""
 
 import atexit
 import contextlib
@@ -16,6 +17,7 @@ class Stacks:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._file = file.open("a")
         faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
+        faulthandler.enable(self._file)
         atexit.register(self._close)
 
     def dump(self, reason: str) -> None:
@@ -36,6 +38,7 @@ class Stacks:
         """A file without a dump goes."""
         self.rest()
         faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.disable()
         self._file.close()
         with contextlib.suppress(OSError):
             if not self.path.stat().st_size:

@@ -25,6 +25,7 @@ SEGMENT = re.compile(r"/dev/shm/psm_[0-9a-f]+")  # Python's name for any shared 
 FOLDER = re.compile(r".*/folder\w{6}(?=/)")  # Triton's copy of a model's script, in the command line of what runs it
 ENVIRONMENT = re.compile(r"python_env_\w{6}")  # an empty folder that Triton's Python backend makes as it starts
 LOADED = 60.0  # seconds after its start in which a Triton server has loaded that backend
+CLOCKS = 1.0  # seconds by which a folder's time may lie before the start of the process that made it: file times are coarse, clocks are set
 POLL = 0.5
 WATCHED = 5.0
 SETTLED = 3.0  # seconds in which no further process may appear: one that was being started when its parent was killed
@@ -114,7 +115,7 @@ def _is_of(environment: Path, server: int) -> bool:
     if start is None:
         return False
     booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return 0 <= environment.stat().st_ctime - booted - int(start) / os.sysconf("SC_CLK_TCK") <= LOADED
+    return -CLOCKS <= environment.stat().st_ctime - booted - int(start) / os.sysconf("SC_CLK_TCK") <= LOADED
 
 
 def _remove_holdings(holdings: dict[str, int]) -> None:

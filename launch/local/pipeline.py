@@ -34,6 +34,7 @@ from aligner.runtime.metrics import read_jsonl  # noqa: E402
 from aligner.runtime.progress import duration  # noqa: E402
 
 JOBS = ("sft", "reward-model", "actor", "critic", "critic-free")
+PAIRS = {"train": "pairs", "validation": "pairs_held_out"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -42,8 +43,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/pipeline"))
     parser.add_argument("--demonstrations", type=int, default=32, help="for SFT")
     parser.add_argument("--pair-problems", type=int, default=400, help="problems that the SFT model answers for pairs")
-    parser.add_argument("--samples", type=int, default=6, help="answers to each of them")
-    parser.add_argument("--pairs", type=int, default=3, help="pairs a problem at most")
+    parser.add_argument("--samples", type=int, default=10, help="answers to each of them")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs a problem at most, to train the reward model on")
     parser.add_argument("--held-out", type=int, default=280, help="problems that every stage is evaluated on")
     parser.add_argument("--answers", type=int, default=4, help="sampled answers to each of them")
     for job in JOBS:
@@ -112,18 +113,22 @@ class Pipeline:
         how = ["--num_samples", str(self.args.samples), "--seed", str(self.config.run.seed)]
         self.generate(self.trained("sft"), prompts, answers, how)
         judged = data.judge(prompts, answers, self.config.reward)
-        found = data.pairs(judged, most=self.args.pairs, seed=self.config.run.seed)
+        found, held_out = data.pairs(judged, most=self.args.pairs, seed=self.config.run.seed)
+        asked = list(dict.fromkeys(pair["prompt"] for pair in found))
         right = sum(row["right"] for row in judged) / len(judged)
-        print(f"  {len(judged)} answers, {right:.0%} right: {len(found)} pairs", flush=True)
-        if len(found) < 2:
+        told = f"{len(found)} pairs of {len(asked)} problems, {len(held_out)} held out"
+        print(f"  {len(judged)} answers, {right:.0%} right: {told}", flush=True)
+        if not held_out:
             raise UserError(
-                "the SFT model's answers give no pairs of right and wrong ones: raise --pair-problems or --samples"
+                "the SFT model's answers give too few pairs of right and wrong ones: raise --pair-problems or --samples"
             )
-        data.write_lines(self.folder / "data/pairs.jsonl", found)
+        for name, rows in zip(PAIRS.values(), (found, held_out)):
+            data.write_lines(self.folder / f"data/{name}.jsonl", rows)
+        data.write_lines(self.folder / "data/ppo_prompts.jsonl", ({"prompt": prompt} for prompt in asked))
 
     def reward_model(self) -> None:
-        pairs = f"data.train={self.folder / 'data/pairs.jsonl'}"
-        settings = [*self.of_run("reward_model", self.trained("sft")), pairs, *self.args.reward_model]
+        pairs = [f"data.{kind}={self.folder}/data/{name}.jsonl" for kind, name in PAIRS.items()]
+        settings = [*self.of_run("reward_model", self.trained("sft")), *pairs, *self.args.reward_model]
         self.script("train_reward_model.py", "pipeline_reward_training", settings)
 
     def ppo(self) -> None:
@@ -138,7 +143,8 @@ class Pipeline:
         self.execute(
             *("launch/local/ppo.py", "--actor-config", "pipeline_ppo_actor", "--critic-config", "pipeline_ppo_critic"),
             *("--critic-log", str(self.folder / "ppo/logs/critic.out"), "--both", *both),
-            *("--actor", f"model.checkpoint={self.trained('sft')}", *self.args.actor),
+            *("--actor", f"model.checkpoint={self.trained('sft')}"),
+            *(f"data.prompts={self.folder}/data/ppo_prompts.jsonl", *self.args.actor),
             *("--critic", f"model.checkpoint={reward_model}", *self.args.critic),
         )
 

@@ -1,9 +1,10 @@
 """Files between the stages of launch/local/pipeline.py: problems, demonstrations, preference pairs, and what the verifier says of
 answers. Held-out problems are those that the RL jobs hold out too: same task, seed and key (conf/tasks/sums_of_two.yaml)."""
 
+import itertools
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
@@ -64,7 +65,8 @@ def write_problems(folder: Path, data: DataConfig, *, seed: int, sizes: Sizes) -
 
 
 def judge(prompts: Path, answers: Path, reward: RewardConfig) -> list[dict[str, Any]]:
-    """Each line of generate.py's output with its problem: {index, prompt, text, finish_reason, right}, as the verifier of `reward` says.
+    """Each line of generate.py's output as the verifier of `reward` says: {index, prompt, text, finish_reason, answer, right}, where
+    `answer` is the problem's own.
     Raises RuntimeError for an answer that could not be scored."""
     asked = read_jsonl(prompts)
     rows = [{**row, "problem": asked[row["index"]]["problem"]} for row in read_jsonl(answers)]
@@ -80,25 +82,55 @@ def judge(prompts: Path, answers: Path, reward: RewardConfig) -> list[dict[str, 
         raise RuntimeError(f"{len(failed)} of {len(rows)} answers could not be scored: {failed[0]}")
     kept = ("index", "prompt", "text", "finish_reason")
     return [
-        {**{name: row[name] for name in kept}, "right": score.parts["accuracy"] == 1.0}
+        {
+            **{name: row[name] for name in kept},
+            "answer": row["problem"]["answer"],
+            "right": score.parts["accuracy"] == 1.0,
+        }
         for row, score in zip(rows, scores, strict=True)
     ]
 
 
-def pairs(judged: Sequence[dict[str, Any]], *, most: int, seed: int) -> list[dict[str, Any]]:
-    """{prompt, chosen, rejected}: for each problem with right and wrong answers, at most `most` pairs of different texts. An answer that
-    was cut may be rejected, so that the reward model sees all that the policy says, and is never chosen."""
-    by_problem: dict[int, dict[bool, list[str]]] = {}
-    for row in judged:
+@dataclass
+class Texts:
+    """Different texts that were sampled as answers to one problem."""
+
+    prompt: str
+    answer: str
+    right: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)  # not whole
+
+    def add(self, row: dict[str, Any]) -> None:
+        """An answer that was cut is never chosen; rejected it may be, so that the reward model sees all that the policy says."""
         whole = row["finish_reason"] == "stop"
-        if row["text"].strip() and (whole or not row["right"]):
-            texts = by_problem.setdefault(row["index"], {True: [], False: []})[row["right"]]
-            if row["text"] not in texts:
-                texts.append(row["text"])
-    prompts = {row["index"]: row["prompt"] for row in judged}
-    generator, found = random.Random(seed), []
-    for index, texts in sorted(by_problem.items()):
-        both = [(good, bad) for good in texts[True] for bad in texts[False]]
-        for good, bad in generator.sample(both, min(most, len(both))):
-            found.append({"prompt": prompts[index], "chosen": good, "rejected": bad})
-    return found
+        kind = self.cut if not whole else self.right if row["right"] else self.wrong
+        if row["text"].strip() and row["text"] not in kind:
+            kind.append(row["text"])
+
+
+def pairs(
+    judged: Sequence[dict[str, Any]], *, most: int, seed: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """{prompt, chosen, rejected} to train on, and to hold out: for each problem with right answers at most `most` pairs and one.
+
+    The rejected answer is in turn a wrong one, one that is right for another problem, and one that was cut. Without the second kind a
+    reward model learns which numbers are often right, and PPO ends with one of them as its answer to everything."""
+    by_problem: dict[int, Texts] = {}
+    for row in judged:
+        by_problem.setdefault(row["index"], Texts(row["prompt"], row["answer"])).add(row)
+    answered = [texts for _, texts in sorted(by_problem.items()) if texts.right]
+    generator = random.Random(seed)
+    train, held_out = [], []
+    for texts in answered:
+        others = [right for other in answered if other.answer != texts.answer for right in other.right]
+        borrowed = dict.fromkeys(generator.choices(others, k=most + 1)) if others else ()
+        kinds = [generator.sample(list(kind), len(kind)) for kind in (texts.wrong, borrowed, texts.cut)]
+        in_turn = dict.fromkeys(bad for row in itertools.zip_longest(*kinds) for bad in row if bad is not None)
+        found = [
+            {"prompt": texts.prompt, "chosen": generator.choice(texts.right), "rejected": bad}
+            for bad in itertools.islice(in_turn, most + 1)
+        ]
+        train += found[:most]
+        held_out += found[most:]
+    return train, held_out

@@ -158,6 +158,7 @@ class Job:
                 **os.environ,
                 "PYTHONPATH": str(REPO),
                 "OMP_NUM_THREADS": "1",
+                "PYTHONFAULTHANDLER": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "RANK": str(rank),

@@ -16,7 +16,7 @@ RL = ("run.max_steps=2", "checkpoint.every=1", "engine.max_input_len=48")
 # A random model of bytes: after these steps its answers are short numbers, some of which are right.
 OVERRIDES = {
     "sft": (*COMMON, "optim.lr=1e-2", "train.epochs=20"),
-    "reward-model": (*COMMON, "optim.lr=1e-3", "train.epochs=1"),
+    "reward-model": (*COMMON, "model.num_layers=null", "optim.lr=1e-3", "train.epochs=1"),
     "actor": (*COMMON, *RL, "ppo.rollout_batch_size=8", "ppo.mini_batch_size=4", "ppo.critic_warmup_steps=1"),
     "critic": ("model.dtype=float32", "parallel.threads=1", "critic.mini_batch_size=4"),
     "critic-free": (*COMMON, *RL),

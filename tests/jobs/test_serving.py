@@ -410,7 +410,7 @@ def test_sigterm_while_idle_in_the_shared_job(served, critic):
     """The last test of the shared job: it ends in order, and its leftovers are gone."""
     for p in served.ranks:
         p.send_signal(signal.SIGTERM)
-    assert served.wait() == [0, 0]
+    assert served.wait() == [0, 0], served.output(0) + served.output(1)
     assert not served.endpoint_file.exists()
     pid = served.ranks[0].pid
     import tempfile

@@ -61,7 +61,11 @@ def test_changes_are_of_the_same_problems(report):
 
 
 def judged_row(index, text, right, finish="stop"):
-    return {"index": index, "prompt": f"p{index}", "text": text, "finish_reason": finish, "right": right}
+    row = {"index": index, "prompt": f"p{index}", "text": text, "finish_reason": finish}
+    return {**row, "answer": str(ANSWERS.get(index)), "right": right}
+
+
+ANSWERS = dict(enumerate((7, 3, 9, 5, 7)))
 
 
 def evaluated(report, rows, name="sft"):
@@ -80,13 +84,22 @@ def test_pairs_are_of_different_answers_to_one_problem_and_what_was_cut_is_never
         judged_row(2, " 3", False),
         *(judged_row(3, f" {n}", n == 5) for n in range(6)),
     ]
-    found = data.pairs(rows, most=3, seed=1)
-    assert found[0] == {"prompt": "p0", "chosen": " 7", "rejected": " 8"}
-    assert found[1] == {"prompt": "p1", "chosen": " 3", "rejected": " I am"}
-    assert [row["prompt"] for row in found[2:]] == ["p3"] * 3 and {row["chosen"] for row in found[2:]} == {" 5"}
-    assert len({row["rejected"] for row in found[2:]}) == 3
-    assert data.pairs(rows, most=3, seed=1) == found
-    assert len(data.pairs(rows, most=100, seed=1)) == 7
+    train, held_out = data.pairs(rows, most=3, seed=1)
+    # In turn a wrong answer, another problem's, one that was cut.
+    assert train[0] == {"prompt": "p0", "chosen": " 7", "rejected": " 8"}
+    assert train[1]["rejected"] in (" 3", " 5") and train[2]["rejected"] == " 7 is"
+    by_prompt = {f"p{n}": [row for row in train + held_out if row["prompt"] == f"p{n}"] for n in range(5)}
+    assert {name: len(rows) for name, rows in by_prompt.items()} == {"p0": 4, "p1": 3, "p2": 0, "p3": 4, "p4": 0}
+    assert all(len({row["rejected"] for row in rows}) == len(rows) for rows in by_prompt.values())
+    assert {row["chosen"] for row in by_prompt["p3"]} == {" 5"} and len(held_out) == 2
+    assert data.pairs(rows, most=3, seed=1) == (train, held_out)
+
+
+def test_an_answer_that_another_problem_lends_is_not_right_here(data):
+    rows = [judged_row(index, f" {ANSWERS[index]}", True) for index in (0, 3, 4)]
+    train, held_out = data.pairs(rows, most=2, seed=1)  # problems 0 and 4 have the same answer
+    assert held_out == []
+    assert [(row["prompt"], row["rejected"]) for row in train] == [("p0", " 5"), ("p3", " 7"), ("p4", " 5")]
 
 
 SETTINGS = DataConfig(

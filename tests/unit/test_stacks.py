@@ -55,6 +55,15 @@ def test_all_threads_are_named(tmp_path, act):
     assert ("no answer for 5 s" in found) == ("dump" in act)
 
 
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV])
+def test_a_crash_says_where(tmp_path, number):
+    file = tmp_path / "actor_rank0.stacks"
+    process = start(file, "pass", 60)
+    process.send_signal(number)
+    assert process.wait(20) == -number
+    assert "Fatal Python error" in file.read_text() and "main_that_hangs" in file.read_text()
+
+
 def test_a_process_in_which_all_went_well_leaves_no_file(tmp_path):
     file = tmp_path / "actor_rank0.stacks"
     process = start(file, "stacks.expect(60); stacks.rest()", 0)
