@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import re
@@ -214,6 +215,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     try:
         code = int(main() or 0)
+        end_threads_of_groups()
     except (Exception, KeyboardInterrupt) as error:
         if was_interrupted(error):
             print("interrupted", file=sys.stderr)
@@ -221,6 +223,12 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
         else:
             code = report_error(error, rank=rank)
     sys.exit(_told(code, rank))
+
+
+def end_threads_of_groups() -> None:
+    """Gloo's threads run on while anything refers to their group, destroyed or not, be it in a cycle (a model's, a traceback's). One that
+    lets go of a tensor while Python is being torn down aborts the process."""
+    gc.collect()
 
 
 def _told(code: int, rank: int) -> int:

@@ -185,6 +185,10 @@ class Loop:
         """Let the other ranks leave their loop."""
         self._broadcast(Call(Op.STOP))
 
+    def leave_group(self) -> None:
+        """At its end: threads that still know this loop must not keep the group's own threads running."""
+        self._group = None
+
     def _next(self, timeout: float) -> Optional[Work]:
         with self._changed:
             if not self._waiting:

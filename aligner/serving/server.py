@@ -98,13 +98,21 @@ def serve(
         timeout=timeout,
         stacks=stacks,
     )
-    if group is not None and dist.get_rank(group) != 0:
-        loop.follow()
-        return "rank 0 ended"
-    if not drains:
-        config = replace(config, drain_timeout=0.0)
     try:
-        reason = _serve_rank0(backend, loop, config, place=place, should_stop=should_stop, grid=grid, on_ready=on_ready)
+        if group is not None and dist.get_rank(group) != 0:
+            loop.follow()
+            return "rank 0 ended"
+        if not drains:
+            config = replace(config, drain_timeout=0.0)
+        return _lead(backend, loop, config, place=place, should_stop=should_stop, grid=grid, on_ready=on_ready)
+    finally:
+        loop.leave_group()
+
+
+def _lead(backend: CriticBackend, loop: Loop, config: ServingConfig, **how: Any) -> str:
+    """Serve as rank 0, and let the others go at the end."""
+    try:
+        reason = _serve_rank0(backend, loop, config, **how)
     except LostRank:
         raise  # the others cannot be told
     except BaseException:

@@ -14,6 +14,7 @@ import torch
 
 from aligner.config.groups import CriticClientConfig, ServingConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score
+from aligner.runtime.errors import end_threads_of_groups
 from aligner.serving.backend import Refused
 from aligner.serving.client import RemoteCritic
 from aligner.serving.hello import Contract
@@ -245,3 +246,5 @@ def make_batch(seed: int, rows: int = 8, width: int = 64, token: int = 5) -> Cri
 
 if __name__ == "__main__":
     job(*sys.argv[1:])
+    end_threads_of_groups()
+    print("threads left:", sorted(file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")))

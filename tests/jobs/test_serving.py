@@ -411,6 +411,8 @@ def test_sigterm_while_idle_in_the_shared_job(served, critic):
     for p in served.ranks:
         p.send_signal(signal.SIGTERM)
     assert served.wait() == [0, 0], served.output(0) + served.output(1)
+    for rank in range(2):  # although calls have failed, whose tracebacks refer to the groups
+        assert "threads left: " in served.output(rank) and "gloo" not in served.output(rank)
     assert not served.endpoint_file.exists()
     pid = served.ranks[0].pid
     import tempfile
