@@ -28,7 +28,7 @@ def main() -> int:
     course = supervised_job.course_of(config, rows)
     resumed = assemble.resume_step(config, job)
     if resumed is not None and resumed >= course.steps:
-        return assemble.already_complete(job, resumed)
+        return assemble.already_complete(job, resumed, supervised_job.LENGTH)
     config.model = assemble.with_saved_dtype(config.model, job, resumed)
     learner = build_learner(config, job, rows)
     job.record(dtype=str(learner.model.model.dtype), **rows.counts())

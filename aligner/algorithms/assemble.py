@@ -30,7 +30,7 @@ from aligner.ops.policy_loss import Objective
 from aligner.parallel.arrival import look_around
 from aligner.parallel.collectives import broadcast_object
 from aligner.parallel.device import ON_GPU, resolve_dtype, set_threads, synchronise, thread_count
-from aligner.parallel.startup import detect_launch, start
+from aligner.parallel.startup import detect_launch, shutdown, start
 from aligner.parallel.topology import Topology, grid_problems
 from aligner.rewards.source import build_reward, check_right_answers
 from aligner.runtime.errors import ConfigError
@@ -297,7 +297,8 @@ def stop_asked(run: RunConfig, stop: StopSignals, trainer: Any, *, steps: int) -
 
 
 def already_complete(job: Job, steps: int, key: str = "run.max_steps") -> int:
-    """Say so, and leave the records of the run as they are. key: the setting that says how long a run is. Returns the exit code."""
+    """Say so, leave the records of the run as they are, and leave the job. key: the setting that says how long a run is. Returns the exit
+    code."""
     log.info(
         "run %s has its %d steps already: raise %s to continue, or delete %s to begin anew (report: %s)",
         job.folder.path.name,
@@ -306,6 +307,7 @@ def already_complete(job: Job, steps: int, key: str = "run.max_steps") -> int:
         job.folder.path,
         job.folder.report,
     )
+    shutdown()
     return 0
 
 
