@@ -7,6 +7,7 @@ from typing import Any, Optional, Protocol
 from torch import Tensor
 
 from aligner.data.batch import CriticBatch, CriticRows, Score
+from aligner.serving.frames import Call, Op
 
 
 class Refused(ValueError):
@@ -40,3 +41,19 @@ class CriticBackend(Protocol):
 
     def status(self) -> dict[str, Any]:
         """Rank 0 only, from any thread, no collectives. Holds at least the keys of hello.Contract."""
+
+
+def run_call(backend: CriticBackend, call: Call) -> Any:
+    """The backend's method of a call."""
+    if call.op is Op.INFER:
+        return backend.infer(call.rows)
+    if call.op is Op.TRAIN:
+        return backend.train(call.step, call.batch)
+    if call.op is Op.PREPARE_SAVE:
+        return backend.prepare_save(call.step, call.folder, beside=call.beside)
+    if call.op is Op.SAVED:
+        return backend.saved()
+    if call.op is Op.COMMIT:
+        return backend.commit(call.step)
+    assert call.op is Op.RESTORE, call.op
+    return backend.restore(call.step, call.folder)

@@ -19,7 +19,7 @@ from typing import Any, Callable, NoReturn, Optional
 import torch.distributed as dist
 
 from aligner.runtime.stacks import Stacks
-from aligner.serving.backend import CriticBackend, Refused
+from aligner.serving.backend import CriticBackend, Refused, run_call
 from aligner.serving.frames import Call, Op, broadcast_call
 from aligner.serving.protocol import JobLost, NotInStep, RequestFailed
 
@@ -116,9 +116,8 @@ class Loop:
         self._heartbeat, self._deterministic = heartbeat, deterministic
         self._stuck_grace = stuck_grace
         self._stacks, self._hung = stacks, HUNG * timeout
-        self.before_exit: Callable[[], None] = lambda: (
-            None
-        )  # what has to be put in order where the process must be cut short
+        # What has to be put in order where the process must be cut short.
+        self.before_exit: Callable[[], None] = lambda: None
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._board = None if self._group is None else FailureBoard()
         self._waiting: collections.deque[Work] = collections.deque()
@@ -314,19 +313,3 @@ class Loop:
         clean = len(failed) == len(every) and all(e[1] for e in failed)
         where = "" if len(failed) == len(every) else f"rank {rank}: "
         return CallFailed(f"{where}{text}", clean=clean)
-
-
-def run_call(backend: CriticBackend, call: Call) -> Any:
-    """The backend's method of a call."""
-    if call.op is Op.INFER:
-        return backend.infer(call.rows)
-    if call.op is Op.TRAIN:
-        return backend.train(call.step, call.batch)
-    if call.op is Op.PREPARE_SAVE:
-        return backend.prepare_save(call.step, call.folder, beside=call.beside)
-    if call.op is Op.SAVED:
-        return backend.saved()
-    if call.op is Op.COMMIT:
-        return backend.commit(call.step)
-    assert call.op is Op.RESTORE, call.op
-    return backend.restore(call.step, call.folder)
