@@ -122,7 +122,7 @@ class Pipeline:
             raise UserError(
                 "the SFT model's answers give too few pairs of right and wrong ones: raise --pair-problems or --samples"
             )
-        for name, rows in zip(PAIRS.values(), (found, held_out)):
+        for name, rows in zip(PAIRS.values(), (found, held_out), strict=True):
             data.write_lines(self.folder / f"data/{name}.jsonl", rows)
         data.write_lines(self.folder / "data/ppo_prompts.jsonl", ({"prompt": prompt} for prompt in asked))
 

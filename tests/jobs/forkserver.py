@@ -12,7 +12,8 @@ import runpy
 import select
 import signal
 import sys
-from pathlib import Path
+
+from tests.jobs.threads import thread_names
 
 PRELOADED = (
     "aligner.algorithms.assemble",
@@ -96,8 +97,7 @@ def become(request: dict) -> None:
 
 def refuse_threads_of_groups() -> None:
     """A rank that ends well has none: see aligner/runtime/errors.py."""
-    threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
-    if left := [name for name in threads if "gloo" in name]:
+    if left := [name for name in thread_names() if "gloo" in name]:
         sys.exit(f"threads of process groups are left: {', '.join(left)}")
 
 

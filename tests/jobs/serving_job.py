@@ -18,6 +18,7 @@ from aligner.runtime.errors import end_threads_of_groups
 from aligner.serving.backend import Refused
 from aligner.serving.client import RemoteCritic
 from aligner.serving.hello import Contract
+from tests.jobs.threads import thread_names
 
 REPO = Path(__file__).resolve().parents[2]
 VOCAB, MAX_LENGTH, WORLD = 1000, 2048, 2
@@ -247,4 +248,4 @@ def make_batch(seed: int, rows: int = 8, width: int = 64, token: int = 5) -> Cri
 if __name__ == "__main__":
     job(*sys.argv[1:])
     end_threads_of_groups()
-    print("threads left:", sorted(file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")))
+    print("threads left:", thread_names())
