@@ -48,6 +48,8 @@ class ForkServer:
         for line in self._process.stdout:
             message = json.loads(line)
             if "started" in message:
+                with self._changed:
+                    self._codes.pop(message["started"], None)  # of an earlier rank: the system gives its pid again
                 self._started.put(message["started"])
             elif "ended" in message:
                 with self._changed:
