@@ -41,11 +41,10 @@ class Service:
                     number = len(service.requests)
                     service.at_once += 1
                     service.most = max(service.most, service.at_once)
-                try:
-                    self.reply(answer(samples, number))
-                finally:
-                    with service.lock:
-                        service.at_once -= 1
+                found = answer(samples, number)
+                with service.lock:  # before the reply, at which the client may ask again
+                    service.at_once -= 1
+                self.reply(found)
 
             def reply(self, found):
                 if found is None:
