@@ -4,7 +4,6 @@ Every method but `start_scoring` and `status` runs on every rank of the job, in 
 
 import logging
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Mapping, Optional
 
@@ -12,22 +11,19 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.assemble import Job
+from aligner.algorithms.model_reward import ModelReward, build_model_reward
 from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.updates import train_in_turn
 from aligner.config.groups import RewardConfig, RewardKind, RewardPlace, ValueNormalisation
-from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
+from aligner.config.jobs import ActorConfig, CriticConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
-from aligner.data.tokenizer import Tokenizer
-from aligner.models.checkpoint_folder import TOKENIZER
 from aligner.models.critic import CriticMiniBatch, CriticModel
-from aligner.models.reward_model import RewardModel
 from aligner.models.trainable import Saving
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.device import computing_with
 from aligner.rewards.source import build_reward
 from aligner.runtime import faults
-from aligner.runtime.errors import UserError
 from aligner.serving.backend import Refused
 from aligner.serving.hello import NO_REWARD
 
@@ -43,7 +39,7 @@ class CriticJob:
         config: CriticConfig,
         critic: CriticModel,
         reward: Optional[RewardSource],
-        reward_model: Optional[RewardModel],
+        reward_model: Optional[ModelReward],
         identity: dict[str, Any],
         keep_batch: Callable[[str, Mapping[str, Any]], str] = lambda name, tensors: "",
     ) -> None:
@@ -68,7 +64,7 @@ class CriticJob:
     def infer(self, rows: CriticRows) -> tuple[Tensor, Tensor, Optional[list[Score]]]:
         """Values [b, S] and bootstrap [b] (0 where terminated), and the reward model's scores where there is one."""
         faults.reach("critic_infer", self.step + 1)
-        scores = model_scores(self.reward_model, rows)
+        scores = None if self.reward_model is None else self.reward_model.scores(rows)
         if not rows.values:
             return torch.zeros(rows.tokens.shape), torch.zeros(len(rows.lengths)), scores
         values, bootstrap = self.critic.values(rows.tokens, rows.lengths)
@@ -164,7 +160,7 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
         normalisation_rate=None if plain else settings.value_normalisation_rate,
         fresh_head=settings.fresh_head,
     )
-    reward_model = build_reward_model(config, job) if scores else None
+    reward_model = build_model_reward(config, job) if scores else None
     positions = [model.shape.max_position_embeddings for model in (critic, reward_model) if model is not None]
     return CriticJob(
         config=config,
@@ -183,30 +179,9 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
 
 
 def build_verifier(reward: RewardConfig, job: Job) -> Optional[RewardSource]:
-    """What scores beside the ranks, on rank 0; None on the others, and where a model scores."""
+    """What scores beside the ranks, on rank 0; None on the others, and where a model alone scores."""
     scores = job.topology.is_reporter and reward.kind is not RewardKind.model
     return build_reward(reward, job.tokenizer) if scores else None
-
-
-def build_reward_model(config: CriticConfig | RewardServerConfig, job: Job) -> Optional[RewardModel]:
-    """None where no model scores."""
-    reward = config.reward
-    if reward.kind is not RewardKind.model:
-        return None
-    refuse_other_tokenizer(reward.checkpoint, job.tokenizer)
-    model = replace(config.model, checkpoint=reward.checkpoint, num_layers=None)
-    cut = {"micro_batch_size": reward.micro_batch_size, "micro_batch_tokens": reward.micro_batch_tokens}
-    return RewardModel(model, job.topology, standardise=reward.standardise, **cut)
-
-
-def refuse_other_tokenizer(checkpoint: str, tokenizer: Tokenizer) -> None:
-    """A reward model is given the policy's token ids. Raises UserError where its own tokenizer, if its folder has one, is another."""
-    own = Path(checkpoint) / TOKENIZER
-    if own.is_dir() and Tokenizer(own).fingerprint() != tokenizer.fingerprint():
-        raise UserError(
-            f"reward.checkpoint={checkpoint} has another tokenizer than model.checkpoint ({tokenizer.folder}): it would score ids that "
-            "mean something else; take a reward model of the same tokenizer, or serve it as reward.kind=http, which is given texts"
-        )
 
 
 def actor_contract(config: ActorConfig, job: Job) -> dict[str, Any]:
@@ -242,16 +217,6 @@ def served_contract(config: Any, job: Job, *, scores: bool, max_length: int) -> 
         "reward_kind": config.reward.kind.value if scores else NO_REWARD,
         "run_id": config.run.name,
     }
-
-
-def model_scores(model: Optional[RewardModel], rows: CriticRows) -> Optional[list[Score]]:
-    """One a row, with the attributes that it is made of where there are several; None where no model scores. Collective."""
-    if model is None:
-        return None
-    outputs = model.outputs(rows.tokens, rows.lengths)
-    names = model.shape.reward.attributes if model.shape.outputs > 1 else ()
-    parts = [dict(zip(names, row)) for row in outputs.tolist()]
-    return [Score(value, part) for value, part in zip(model.score(outputs).tolist(), parts, strict=True)]
 
 
 def score_rows(rows: CriticRows) -> list[ScoreRow]:

@@ -86,6 +86,11 @@ def part_name(part: RewardPart) -> str:
     return part.name or part.kind.name
 
 
+def has_model(reward: "RewardConfig") -> bool:
+    """Whether a reward model scores, alone or as one of the parts."""
+    return RewardKind.model in (reward.kind, *(part.kind for part in reward.parts))
+
+
 @dataclass
 class RewardConfig(VerifierConfig):
     place: RewardPlace = RewardPlace.auto
@@ -93,11 +98,12 @@ class RewardConfig(VerifierConfig):
     is a critic, else the actor's."""
     parts: list[RewardPart] = field(default_factory=list)
     """For kind parts: `[{kind: maths, weight: 1.0}, {kind: format, weight: 0.1, template: ...}]`. A part has the keys that go with its
-    kind, weight, and name (logged as reward/NAME; absent: its kind). The reward is the weighted sum."""
+    kind, weight, and name (logged as reward/NAME; absent: its kind). The reward is the weighted sum. One of them may be the reward
+    model of reward.checkpoint."""
     endpoint: Optional[str] = None
     """For place server: host:port of the reward job; absent: read from the run's endpoints/reward.json."""
     checkpoint: Optional[str] = None
-    """Folder of a reward model, converted or trained here, for kind model."""
+    """Folder of a reward model, converted or trained here, for kind model (reward's own, or a part's)."""
     standardise: bool = False
     """For kind model: scores less their mean over their deviation, as train_reward_model.py measured them on held-out responses."""
     micro_batch_size: int = 4

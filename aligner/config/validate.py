@@ -8,6 +8,7 @@ from typing import Any, Iterator
 
 from aligner.config.groups import CriticPlace, ParallelConfig, RewardKind, RewardPlace, Schedule
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
+from aligner.config.reward import has_model
 from aligner.config.validate_algorithm import algorithm_problems
 from aligner.config.validate_rollout import rollout_problems
 from aligner.config.validate_scoring import budget_problems, reward_problems, served_problems
@@ -245,10 +246,10 @@ def _actor(config: ActorConfig) -> Iterator[str]:
         )
     if critic.place is CriticPlace.none and reward.place is RewardPlace.critic:
         yield "critic.place=none leaves nobody to score: leave reward.place out, or set it to actor or server"
-    if critic.place is not CriticPlace.none and reward.place is RewardPlace.actor and reward.kind is RewardKind.model:
-        yield "reward.place=actor with reward.kind=model: a reward model runs in the critic job, leave reward.place out"
-    if critic.place is CriticPlace.none and reward.kind is RewardKind.model and reward.place is not RewardPlace.server:
-        yield "reward.kind=model needs a job to run the reward model, and critic.place is none: set reward.place=server"
+    if critic.place is not CriticPlace.none and reward.place is RewardPlace.actor and has_model(reward):
+        yield "reward.place=actor with reward.kind=model (or such a part): a reward model runs in the critic job, leave reward.place out"
+    if critic.place is CriticPlace.none and has_model(reward) and reward.place is not RewardPlace.server:
+        yield "reward.kind=model (or such a part) needs a job to run the reward model, and critic.place is none: set reward.place=server"
     for key, endpoint in (("critic", critic.endpoint), ("reward", reward.endpoint)):
         host, _, port = (endpoint or "").rpartition(":")
         if endpoint is not None and (not host or not port.isdigit() or not 0 < int(port) < 65536):

@@ -28,7 +28,7 @@ GOES_WITH = {
     "pattern": {RewardKind.regex, RewardKind.format},
     "template": {RewardKind.format},
 }
-NOT_PARTS = {RewardKind.parts, RewardKind.model, RewardKind.http}
+NOT_PARTS = {RewardKind.parts, RewardKind.http}
 # names below reward/ that the actor writes itself
 TAKEN = {"mean", "std", "scaled_mean", "scaled_max", "running_mean", "running_std", "accuracy", "failed", "reward"}
 
@@ -63,6 +63,10 @@ def parts_problems(reward: RewardConfig) -> Iterator[str]:
         where = f"reward.parts[{at}]"
         yield from _part(where, part)
         yield from verifier_problems(where, part)
+    if (models := [part.kind for part in reward.parts].count(RewardKind.model)) == len(reward.parts) == 1:
+        yield "reward.parts is a reward model alone: set reward.kind=model instead"
+    elif models > 1:
+        yield f"reward.parts has {models} reward models, and reward.checkpoint is one: leave one of them"
     for name, count in Counter(part_name(part) for part in reward.parts).items():
         if count > 1:
             yield f"reward.parts has {count} parts that are logged as reward/{name}: give each a name of its own"
@@ -70,7 +74,7 @@ def parts_problems(reward: RewardConfig) -> Iterator[str]:
 
 def _part(where: str, part: RewardPart) -> Iterator[str]:
     if part.kind in NOT_PARTS:
-        yield f"{where}.kind={part.kind.name} cannot be a part: parts are verifiers"
+        yield f"{where}.kind={part.kind.name} cannot be a part: parts are verifiers, and one may be a reward model"
     if not part_name(part).isidentifier() or part_name(part) in TAKEN:
         yield f"{where}.name={part.name}: reward/{part.name} must be a name of letters, digits and _ that is not taken"
     if part.weight == 0 or part.weight != part.weight or abs(part.weight) == float("inf"):

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from aligner.config.groups import CriticPlace, RewardKind, RewardPlace
 from aligner.config.jobs import ActorConfig, CriticConfig, RewardServerConfig
 from aligner.config.ppo import Advantage
+from aligner.config.reward import has_model
 from aligner.config.validate_reward import parts_problems, verifier_problems
 
 
@@ -14,12 +15,12 @@ def reward_problems(reward: Any) -> Iterator[str]:
     yield from verifier_problems("reward", reward)
     yield from parts_problems(reward)
     yield from _http(reward)
-    if reward.kind is RewardKind.model and reward.checkpoint is None:
-        yield "reward.kind=model needs reward.checkpoint (a converted reward model)"
-    if reward.kind is not RewardKind.model and reward.standardise:
-        yield f"reward.standardise=true needs reward.kind=model, and it is {reward.kind.name}"
-    if reward.kind is not RewardKind.model and reward.checkpoint is not None:
-        yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model, and it is {reward.kind.name}"
+    if has_model(reward) and reward.checkpoint is None:
+        yield "reward.kind=model (or such a part) needs reward.checkpoint (a converted reward model)"
+    if not has_model(reward) and reward.standardise:
+        yield f"reward.standardise=true needs reward.kind=model or such a part, and it is {reward.kind.name}"
+    if not has_model(reward) and reward.checkpoint is not None:
+        yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model or such a part, and it is {reward.kind.name}"
 
 
 def _http(reward: Any) -> Iterator[str]:
@@ -50,8 +51,8 @@ def served_problems(config: CriticConfig | RewardServerConfig) -> Iterator[str]:
         yield f"serving.token_file={serving.token_file}: there is no such file"
     if reward.checkpoint is not None and not Path(reward.checkpoint).exists():
         yield f"reward.checkpoint={reward.checkpoint}: there is no such folder or .nemo archive"
-    if reward.place is RewardPlace.actor and reward.kind is RewardKind.model:
-        yield "reward.kind=model with reward.place=actor: the critic job would load a reward model that nobody asks"
+    if reward.place is RewardPlace.actor and has_model(reward):
+        yield "reward.kind=model (or such a part) with reward.place=actor: the critic job would load a reward model that nobody asks"
     if isinstance(config, RewardServerConfig) and reward.place is not RewardPlace.server:
         yield f"reward.place={reward.place.name}: a reward job is asked where it is server; set reward.place=server in all jobs"
 

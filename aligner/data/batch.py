@@ -141,6 +141,11 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     error: Optional[str] = None
 
+    def plus(self, other: "Score") -> "Score":
+        """The sum of two parts of one reward. An error of either is the sum's."""
+        errors = [error for error in (self.error, other.error) if error is not None]
+        return Score(self.value + other.value, {**self.parts, **other.parts}, "; ".join(errors) or None)
+
 
 @dataclass
 class CriticRows:

@@ -83,7 +83,11 @@ def verifier_spec(reward: RewardConfig) -> dict[str, Any]:
         raise ValueError("; ".join(found))
     spec = {**_part_spec(reward), "allow_eval": reward.allow_eval}
     if reward.kind is RewardKind.parts:
-        spec["parts"] = [{**_part_spec(p), "weight": p.weight, "name": part_name(p)} for p in reward.parts]
+        spec["parts"] = [
+            {**_part_spec(p), "weight": p.weight, "name": part_name(p)}
+            for p in reward.parts
+            if p.kind is not RewardKind.model
+        ]
     return spec
 
 

@@ -22,7 +22,7 @@ class CriticBackend(Protocol):
     Rank 0's return value is the answer. An exception on any rank fails the call with one sentence, and the next call is served."""
 
     def infer(self, rows: CriticRows) -> tuple[Tensor, Tensor, Optional[list[Score]]]:
-        """values [b, S] float32, bootstrap [b] float32 (0 where the response terminated), scores or None."""
+        """values [b, S] float32, bootstrap [b] float32 (0 where the response terminated), the reward model's scores or None."""
 
     def train(self, step: int, batch: CriticBatch) -> dict[str, float]: ...
 
@@ -37,7 +37,8 @@ class CriticBackend(Protocol):
     def restore(self, step: int, folder: Optional[Path]) -> None: ...
 
     def start_scoring(self, rows: CriticRows) -> Optional["Future[list[Score]]"]:
-        """Rank 0 only, from a request's thread: begin what a verifier does beside the ranks. None where none scores."""
+        """Rank 0 only, from a request's thread: begin what a verifier does beside the ranks. None where none scores. Where infer gives
+        scores too, the two are added."""
 
     def status(self) -> dict[str, Any]:
         """Rank 0 only, from any thread, no collectives. Holds at least the keys of hello.Contract."""

@@ -107,12 +107,12 @@ class Inference:
     def _answer(
         self, rows: CriticRows, outcome: "Future[Any]", scoring: "Future[Optional[list[Score]]]"
     ) -> CriticAnswer:
-        values, bootstrap, scores = outcome.result()
-        verified = scores_of(scoring, len(bootstrap))
+        values, bootstrap, modelled = outcome.result()
+        scores = whole_scores(scores_of(scoring, len(bootstrap)), modelled)
         used = check_finite(rows, values, bootstrap)
         if rows.values:
             self.served.add(self._backend.status()["step"], values[used])
-        return CriticAnswer(values, bootstrap, verified if verified is not None else scores)
+        return CriticAnswer(values, bootstrap, scores)
 
     def _failed_infer(self, request: WireRequest, error: Exception) -> dict[str, np.ndarray]:
         tokens = request.data.get("tokens")
@@ -153,6 +153,13 @@ def scores_of(
         return scoring.result(deadline)
     except Exception as error:
         return [Score(float("nan"), {}, f"scoring failed: {one_line(error)}")] * rows
+
+
+def whole_scores(verified: Optional[list[Score]], modelled: Optional[list[Score]]) -> Optional[list[Score]]:
+    """What the verifier said and what the reward model said, added where both score."""
+    if verified is None or modelled is None:
+        return verified if modelled is None else modelled
+    return [said.plus(added) for said, added in zip(verified, modelled, strict=True)]
 
 
 def check_finite(rows: CriticRows, values: torch.Tensor, bootstrap: torch.Tensor) -> torch.Tensor:

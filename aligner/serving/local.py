@@ -9,7 +9,7 @@ from aligner.runtime.errors import UserError
 from aligner.serving import protocol
 from aligner.serving.backend import CriticBackend, Refused
 from aligner.serving.hello import Contract, problems
-from aligner.serving.inference import SCORING_DEADLINE, check_finite, scores_of
+from aligner.serving.inference import SCORING_DEADLINE, check_finite, scores_of, whole_scores
 from aligner.serving.parts import TrainLedger, check_batch, digest_of, encode_batch
 from aligner.serving.protocol import ProtocolError
 
@@ -42,7 +42,8 @@ class LocalCritic:
         values, bootstrap, scores = self._backend.infer(rows)
         check_finite(rows, values, bootstrap)
         if scoring is not None:
-            scores = scores_of(scoring, len(bootstrap), deadline=self._scoring_deadline)
+            verified = scores_of(scoring, len(bootstrap), deadline=self._scoring_deadline)
+            scores = whole_scores(verified, scores)
         return CriticAnswer(values, bootstrap, scores)
 
     def train(self, step: int, batch: CriticBatch) -> "Future[dict[str, float]]":

@@ -173,22 +173,30 @@ def test_without_a_critic(jobs: Launcher, tmp_path):
 
 
 def test_a_reward_model_scores(jobs: Launcher, tiny_reward_model):
-    """reward.kind=model, in the critic job and in a reward job of its own on two ranks, whose actor has no critic at all."""
+    """reward.kind=model in the critic job; as a part of a reward in a job of its own on two ranks, whose actor has no critic at all."""
     scored = ("reward.format_credit=0", "reward.kind=model", f"reward.checkpoint={tiny_reward_model}")
     settings = ("reward.kind=model", f"reward.checkpoint={tiny_reward_model}", "run.max_steps=2", "validation.every=0")
     jobs.alone("scored", *settings, critic=scored).finish()
     assert_scores_of(tiny_reward_model.parent / "hf", jobs.run("scored").samples(1))
 
     budget = ("reward.micro_batch_tokens=40", "serving.metrics_port=0")
-    scoring = jobs.start("serve_reward_model.py", *jobs.both("apart"), *scored, *budget, ranks=2)
+    parts = "[{kind: model, weight: 0.5, name: taste}, {kind: regex, pattern: '[a-p]', weight: 2.0}]"
+    mixed = ("reward.kind=parts", f"reward.parts={parts}")
+    scoring = jobs.start("serve_reward_model.py", *jobs.both("apart"), *scored, *budget, *mixed, ranks=2)
     free = (
         "ppo.advantage=reinforce_baseline",
         "ppo.critic_warmup_steps=0",
     )
     budget = ("ppo.micro_batch_tokens=50", "ppo.reward_scale=batch")
-    jobs.actor("apart", *settings, *free, *budget, "reward.place=server").finish()
+    jobs.actor("apart", *settings, *free, *budget, *mixed, "reward.place=server").finish()
     scoring.finish(60)  # told that the run is complete
-    assert_scores_of(tiny_reward_model.parent / "hf", jobs.run("apart").samples(1))
+    samples = jobs.run("apart").samples(1)
+    found = [float(bool(re.search("[a-p]", s["response"]))) for s in samples]
+    assert [s["parts"]["regex"] for s in samples] == found and set(found) == {0.0, 1.0}
+    assert [s["score"] for s in samples] == pytest.approx(
+        [0.5 * s["parts"]["taste"] + 2 * s["parts"]["regex"] for s in samples]
+    )
+    assert_scores_of(tiny_reward_model.parent / "hf", [{**s, "score": s["parts"]["taste"]} for s in samples])
     assert not (jobs.run("apart").path / "endpoints" / "reward.json").exists() and scoring.leftovers() == []
 
 

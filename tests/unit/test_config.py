@@ -126,7 +126,7 @@ def test_settings_that_fit_have_no_problems():
         (NO_CRITIC, "set ppo.advantage to one of group_norm, dr_grpo, rloo, reinforce_baseline"),
         ({**NO_CRITIC, "reward__place": RewardPlace.critic}, "critic.place=none leaves nobody to score"),
         ({**FREE, "ppo__truncation": Truncation.bootstrap}, "ppo.truncation=bootstrap needs a critic"),
-        ({**NO_CRITIC, "reward__kind": RewardKind.model}, "reward.kind=model needs a job"),
+        ({**NO_CRITIC, "reward__kind": RewardKind.model}, "needs a job to run the reward model"),
         ({"ppo__advantage": Advantage.rloo}, "ppo.advantage=rloo compares the responses to one prompt"),
         ({**GROUPED, "ppo__gamma": 0.9}, "and ppo.gamma=0.9 discounts it by token"),
         (

@@ -5,6 +5,7 @@ Oracles: round trips, byte strings written by hand from the KServe specification
 import ast
 import itertools
 import json
+import math
 import random
 import struct
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows, Score
 from aligner.serving import hello, kserve, parts, protocol
 from aligner.serving.backend import Refused
 from aligner.serving.frames import Call, Op
+from aligner.serving.inference import whole_scores
 from aligner.serving.local import LocalCritic
 from aligner.serving.loop import CallFailed, Loop
 from aligner.serving.protocol import INFER, TRAIN, JobLost, NotInStep, ProtocolError, RequestFailed
@@ -398,6 +400,18 @@ class Backend:
 
     def status(self):
         return {**CONTRACT.as_dict(), "step": 0}
+
+
+def test_a_verifier_and_a_reward_model_add_up():
+    verified, modelled = (
+        [Score(1.0, {"format": 1.0}), Score(float("nan"), error="it hung")],
+        [Score(-0.5, {"model": -1.0})] * 2,
+    )
+    added, failed = whole_scores(verified, modelled)
+    assert added == Score(0.5, {"format": 1.0, "model": -1.0})
+    assert failed.error == "it hung" and math.isnan(failed.value)
+    assert whole_scores(verified, None) is verified and whole_scores(None, modelled) is modelled
+    assert whole_scores(None, None) is None
 
 
 def infer_call(sample: int) -> Call:

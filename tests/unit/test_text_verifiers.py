@@ -165,7 +165,12 @@ def part(**settings):
         ({"kind": RewardKind.format, "template": "<a>{}<a>"}, "has '<a>' twice"),
         ({"kind": RewardKind.parts}, "reward.kind=parts needs reward.parts"),
         ({"parts": [RewardPart()]}, "reward.parts needs reward.kind=parts, and it is task"),
-        (part(kind=RewardKind.model), r"reward.parts\[0\].kind=model cannot be a part"),
+        (part(kind=RewardKind.http), r"reward.parts\[0\].kind=http cannot be a part"),
+        (part(kind=RewardKind.model), "reward.parts is a reward model alone: set reward.kind=model instead"),
+        (
+            {"kind": RewardKind.parts, "parts": [RewardPart(kind=RewardKind.model, name=name) for name in "ab"]},
+            "reward.parts has 2 reward models",
+        ),
         (part(kind=RewardKind.exact, weight=0.0), r"reward.parts\[0\].weight=0.0 must be a finite number other than 0"),
         (part(kind=RewardKind.exact, name="mean"), r"reward.parts\[0\].name=mean: reward/mean must be"),
         (part(kind=RewardKind.exact, name="a/b"), r"reward.parts\[0\].name=a/b"),
