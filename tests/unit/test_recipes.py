@@ -5,7 +5,7 @@ import math
 import pytest
 
 from aligner.config.groups import CriticPlace
-from aligner.config.jobs import ActorConfig, CriticConfig
+from aligner.config.jobs import ActorConfig, CriticConfig, RewardTrainingConfig, SFTConfig
 from aligner.config.load import CONF, load
 from aligner.config.ppo import Advantage, ReferencePlace
 from aligner.models.model_config import ModelShape
@@ -94,9 +94,23 @@ def test_a_critic_of_each_size(size):
     assert sum(training_bytes(config, size)) + activation_bytes(config, size, tokens) < 0.9 * GPU_BYTES
 
 
-def test_sizes_and_critics_go_together():
-    names = [sorted(path.stem for path in (CONF / folder).glob("*.yaml")) for folder in ("sizes", "critics")]
-    assert names[0] == names[1] == sorted(SIZES)
+@pytest.mark.parametrize("job,name", [(SFTConfig, "sft"), (RewardTrainingConfig, "reward_training")])
+@pytest.mark.parametrize("size", SIZES)
+def test_supervised_training_of_each_size(size, job, name):
+    given = ["model.checkpoint=there", f"data.train={__file__}", "data.holdout=0.05"]
+    config = load(job, [*given, f"supervised={size}"], name)
+    gpus = SIZES[size][0]
+    assert grid_problems(config.parallel, gpus, shape(size)) == []
+    ranks = data_parallel(config.parallel, gpus)
+    tokens = config.train.micro_batch_tokens
+    assert config.train.mini_batch_size % ranks == 0
+    assert 2 * config.data.max_length <= tokens, "a pair's two responses are in one forward pass"
+    assert sum(training_bytes(config, size)) + activation_bytes(config, size, tokens) < 0.9 * GPU_BYTES
+
+
+def test_sizes_are_the_same_in_every_folder():
+    for folder in ("sizes", "critics", "supervised"):
+        assert sorted(path.stem for path in (CONF / folder).glob("*.yaml")) == sorted(SIZES)
     for size, (_, parameters, (layers, hidden, ffn, heads, groups, vocabulary)) in SIZES.items():
         kv = hidden * groups // heads
         counted = layers * (2 * hidden**2 + 2 * hidden * kv + 3 * hidden * ffn) + vocabulary * hidden * (
