@@ -37,11 +37,12 @@ def run_ranks(body: Callable, world_size: int, *args, deadline: float = 300) -> 
     or naming those that were not done after `deadline` seconds; all are ended then, and the next call starts others."""
     while len(_workers) < world_size:
         _workers.append(_Worker())
-    ranks, port = _workers[:world_size], _free_port()
+    ranks = _workers[:world_size]
     try:
-        for rank, worker in enumerate(ranks):
-            worker.tell((body, rank, world_size, port, args))
-        return _collect(ranks, deadline)
+        with _free_port() as port:
+            for rank, worker in enumerate(ranks):
+                worker.tell((body, rank, world_size, port, args))
+            return _collect(ranks, deadline)
     except BaseException:
         end_workers()
         raise
@@ -63,8 +64,11 @@ class _Worker:
 
     def end(self) -> None:
         """Kill what it started, and it: megatron-core's writers of a checkpoint would outlive it."""
+        children: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         self.process.kill()
         self.process.join()
@@ -169,7 +173,11 @@ class _environment:
                 os.environ[name] = value
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    """For rank 0's store, which needs seconds to get there. Bound here, the kernel gives it to no other process meanwhile; with
+    SO_REUSEADDR on both, the store may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

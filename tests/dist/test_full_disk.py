@@ -31,7 +31,7 @@ def _state(rank, common):
 def _body(rank, base):
     from aligner.models.checkpoint import write_sharded
 
-    (topology,) = topologies((1, 1, None, False), timeout=100)
+    (topology,) = topologies((1, 1, None, False), timeout=600)  # longer than the whole may take: nobody waits for it
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     said = {}
     for name, (where, limit, common) in CASES.items():
@@ -52,7 +52,7 @@ def _body(rank, base):
 
 
 def test_every_rank_raises(tmp_path):
-    first, second = run_ranks(_body, 2, tmp_path, deadline=60)
+    first, second = run_ranks(_body, 2, tmp_path, deadline=300)
     assert first == second and list(first) == list(CASES)
     for name, (code, text) in first.items():
         assert code is ExitCode.STORAGE

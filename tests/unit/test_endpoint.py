@@ -182,6 +182,14 @@ def misbehaving(answer):
         listener.close()
 
 
+@contextmanager
+def nobody():
+    """A port on loopback at which nobody listens, and nobody else can meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
 def http(body: bytes, status="200 OK", extra="") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{extra}\r\n".encode() + body
 
@@ -263,6 +271,17 @@ def fake_critic(on_other):
     return answer
 
 
+def hanging():
+    """An event, and what to do on a request: set it, and answer nothing for 100 s."""
+    arrived = threading.Event()
+
+    def hang(connection):
+        arrived.set()
+        time.sleep(100)
+
+    return arrived, hang
+
+
 def connect(port: int, **settings) -> RemoteCritic:
     config = CriticClientConfig(endpoint=f"127.0.0.1:{port}", **settings)
     return RemoteCritic(CONTRACT, config, endpoint_file="unused", say=lambda text: None)
@@ -313,10 +332,12 @@ def test_a_request_has_a_deadline():
 
 def test_the_watchdog_ends_calls_to_a_dead_server(monkeypatch):
     monkeypatch.setattr(watchdog, "PROBE_EVERY", 0.05)
-    with misbehaving(fake_critic(lambda c: time.sleep(60))) as port:
+    arrived, hang = hanging()
+    with misbehaving(fake_critic(hang)) as port:
         critic = connect(port, reconnect_timeout=0.0)
         future = critic.prepare_save(1, "folder")
-        time.sleep(0.3)
+        assert arrived.wait(60)
+        time.sleep(0.3)  # in which probes succeed
         assert not future.done()
     # the listener is gone, but the call's own connection stays open and silent
     with pytest.raises(
@@ -352,24 +373,26 @@ def test_the_refusal_of_a_critic_of_version_1_is_understood():
 
 
 def test_absent_critic_is_named_within_its_deadline():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with pytest.raises(
-        ContractError, match=rf"critic job at 127.0.0.1:{port} .connection refused|does not answer.*critic.endpoint=127"
+    with (
+        nobody() as port,
+        pytest.raises(
+            ContractError,
+            match=rf"critic job at 127.0.0.1:{port} .connection refused|does not answer.*critic.endpoint=127",
+        ),
     ):
         connect(port, connect_timeout=0.5)
     assert link.EXPLICIT_TIMEOUT == 10.0
 
 
 def test_closing_ends_what_is_in_flight():
-    with misbehaving(fake_critic(lambda c: time.sleep(60))) as port:
+    arrived, hang = hanging()
+    with misbehaving(fake_critic(hang)) as port:
         critic = connect(port)
         future = critic.prepare_save(1, "folder")
-        time.sleep(0.2)
+        assert arrived.wait(60)
         critic.close()
         with pytest.raises(RequestFailed, match="the actor closed the connection"):
-            future.result(10)
+            future.result(30)
 
 
 def test_proxies_are_ignored(monkeypatch):
@@ -395,10 +418,8 @@ def test_the_token_beside_the_endpoint_file_is_sent(tmp_path):
 
 
 def test_status_of_nobody(capsys, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    assert status_main([f"127.0.0.1:{port}"]) == 1
+    with nobody() as port:
+        assert status_main([f"127.0.0.1:{port}"]) == 1
     assert capsys.readouterr().err == f"error: no status from 127.0.0.1:{port}: connection refused\n"
     assert status_main(["nonsense"]) == 1
 

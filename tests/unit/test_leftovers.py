@@ -29,11 +29,12 @@ def test_leftovers_of_the_dead_are_removed(tmp_path, monkeypatch):
         (tmp_path / name / "workspace").mkdir(parents=True)
         (tmp_path / name / leftovers.OWNER).write_text(json.dumps(owner))
     mine = leftovers.make_workspace("mine")
-    marked = subprocess.Popen(
-        ["sleep", "60"], env={leftovers.MARK: str(tmp_path / f"aligner-triton-{dead}-a"), "PATH": os.environ["PATH"]}
-    )
+    environ = {leftovers.MARK: str(tmp_path / f"aligner-triton-{dead}-a"), "PATH": os.environ["PATH"]}
+    marked = subprocess.Popen(["cat"], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    marked.stdin.write(b"\n")
+    marked.stdout.readline()  # /proc tells its environment once it runs, which is a little after Popen is done
     leftovers.remove_abandoned("mine")
-    assert marked.wait(10) == -signal.SIGKILL
+    assert marked.wait(30) == -signal.SIGKILL
     kept = [mine.name, f"aligner-triton-{parent}-b", f"other-{dead}-e"]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
 

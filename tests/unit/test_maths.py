@@ -75,9 +75,9 @@ def test_expressions(answer, response, accuracy):
 
 @pytest.fixture(scope="module")
 def pool():
-    """One worker, with the limits that a job's have; what a comparison may take is half of its second."""
+    """One worker, with the limits that a job's have; what a comparison may take is half of its timeout."""
     spec = verifier_spec(RewardConfig(kind=RewardKind.maths))
-    made = WorkerPool(spec, workers=1, timeout=4.0, memory_mb=1024)
+    made = WorkerPool(spec, workers=1, timeout=8.0, memory_mb=1024)
     yield made
     made.close()
 

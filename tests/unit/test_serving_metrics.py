@@ -1,6 +1,7 @@
 """Prometheus' page against its own parser, and the numbers behind it by hand."""
 
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def page(port):
 
 def test_the_page(monkeypatch):
     clock = iter([0.0, 0.02, 1.0, 401.0])
-    monkeypatch.setattr(observed.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(observed, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     latency = Latency()
     assert latency.around(lambda requests: len(requests))([1, 2]) == 2
     with pytest.raises(ValueError):

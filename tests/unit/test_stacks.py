@@ -15,10 +15,14 @@ import os, sys, threading, time
 from pathlib import Path
 from aligner.runtime.stacks import Stacks
 
+waits = threading.Event()
+
 def helper_that_waits():
+    waits.set()
     time.sleep(60)
 
 threading.Thread(target=helper_that_waits, daemon=True).start()
+waits.wait()
 stacks = Stacks(Path(sys.argv[1]))
 
 def main_that_hangs():

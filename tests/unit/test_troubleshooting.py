@@ -88,13 +88,13 @@ def contract_problem(**other) -> str:
 def waiting(tmp_path, *, endpoint=None, stale=False) -> tuple[str, str]:
     """What a client says at once, and what it ends with, where no critic job is."""
     said, file = [], tmp_path / "critic.json"
-    with socket.socket() as closed:
+    with socket.socket() as closed:  # bound, so that nobody else can listen there
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    if stale:
-        write_endpoint(file, EndpointInfo("127.0.0.1", port, pid=1, run_id="mine", grid="", started=0.0))
-    config = CriticClientConfig(endpoint=f"127.0.0.1:{port}" if endpoint else None, connect_timeout=0.3)
-    return raised(RemoteCritic, OURS, config, endpoint_file=file, say=said.append), said[0]
+        if stale:
+            write_endpoint(file, EndpointInfo("127.0.0.1", port, pid=1, run_id="mine", grid="", started=0.0))
+        config = CriticClientConfig(endpoint=f"127.0.0.1:{port}" if endpoint else None, connect_timeout=0.3)
+        return raised(RemoteCritic, OURS, config, endpoint_file=file, say=said.append), said[0]
 
 
 def folders(tmp_path) -> str:
