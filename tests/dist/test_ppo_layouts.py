@@ -78,12 +78,21 @@ def _run(name, base, topology, *free):
         critic = _on_the_actors_grid(build_critic_job(critic_settings, job), topology)
     limits = {key: getattr(config.engine, key) for key in ("max_batch_size", "max_input_len", "max_output_len")}
     engine = TorchEngine(job.shape, **limits, dtype=torch.float32)
-    parts = {"policy": build_policy(config, topology), "engine": engine, "critic": critic, "reward": _Digits(any_digit=bool(free))}
+    parts = {
+        "policy": build_policy(config, topology),
+        "engine": engine,
+        "critic": critic,
+        "reward": _Digits(any_digit=bool(free)),
+    }
     trainer = build_trainer(config, job, **parts, samples=_samples(tokenizer), resumed=None)
     # A served critic is asked by rank 0 alone; one on the same grid trains with all ranks.
     if critic is not None:
         trainer.start_critic_training = lambda step, experience: critic.train(step, experience.critic_batch())
-    with patch("aligner.algorithms.ppo.update_tells_logprobs", lambda ppo: False) if name == TWO_PASSES else nullcontext():
+    with (
+        patch("aligner.algorithms.ppo.update_tells_logprobs", lambda ppo: False)
+        if name == TWO_PASSES
+        else nullcontext()
+    ):
         trainer.fit(resume_from=None)
     trainer.recorder.close()
 

@@ -105,7 +105,9 @@ def check(ranks, grids, dtype):
         for case, (same, (before, after, wanted), peak, layer) in zip(cases, found, strict=True):
             assert same and before != after == wanted, f"{case}, rank {rank}"
             if dtype is torch.float32:  # a conversion is the caller's
-                assert 0 < peak <= layer, f"{case}, rank {rank}: {peak} bytes beside model and engine, a layer has {layer}"
+                assert 0 < peak <= layer, (
+                    f"{case}, rank {rank}: {peak} bytes beside model and engine, a layer has {layer}"
+                )
 
 
 @pytest.fixture(scope="module")
@@ -125,43 +127,50 @@ def test_from_both_kinds_of_parallelism(dtype):
 
 def _broken(rank):
     """Rank 1's copy of one tensor is cut half-way through the second refit."""
-    from aligner.algorithms.agreement import on_all
-    from aligner.models.build import build_model
-    from aligner.models.hf import export_hf, load_hf
     from aligner.rollout.refit import certified_refit
 
     old, shape = tiny_hf("llama", tied=False, seed=1)
     new, _ = tiny_hf("llama", tied=False, seed=2)
     fresh = _engine(shape)
     certified_refit(fresh, weights_of(new).items(), version=2)
-    said = []
-    for topology in topologies(TP2):
-        chunks, engine = build_model(shape, topology, head="lm", dtype=torch.float32), _engine(shape)
-
-        def refit(model, version, spoil=lambda pairs: pairs):
-            load_hf(chunks, shape, topology, weights_of(model))
-            pairs = spoil(export_hf(chunks, shape, topology))
-            on_all(lambda: certified_refit(engine, pairs, version=version), topology)
-
-        refit(old, 0)
-        cut = "model.layers.2.mlp.down_proj.weight"
-        for attempt in (
-            lambda: refit(new, 1, lambda pairs: ((n, t[:1] if rank == 1 and n == cut else t) for n, t in pairs)),
-            lambda: _answers(engine),
-        ):
-            try:
-                attempt()
-                said.append("went well")
-            except (RuntimeError, ValueError) as error:
-                said.append(str(error))
-        refit(new, 2)
-        said.append((_same(engine, fresh), _answers(engine) == _answers(fresh)))
+    (said,) = [_break_and_heal(rank, topology, shape, (old, new), fresh) for topology in topologies(TP2)]
     return said
+
+
+def _break_and_heal(rank, topology, shape, models, fresh):
+    from aligner.algorithms.agreement import on_all
+    from aligner.models.build import build_model
+    from aligner.models.hf import export_hf, load_hf
+    from aligner.rollout.refit import certified_refit
+
+    old, new = models
+    said, chunks, engine = [], build_model(shape, topology, head="lm", dtype=torch.float32), _engine(shape)
+
+    def refit(model, version, spoil=lambda pairs: pairs):
+        load_hf(chunks, shape, topology, weights_of(model))
+        pairs = spoil(export_hf(chunks, shape, topology))
+        on_all(lambda: certified_refit(engine, pairs, version=version), topology)
+
+    refit(old, 0)
+    cut = "model.layers.2.mlp.down_proj.weight"
+    for attempt in (
+        lambda: refit(new, 1, lambda pairs: ((n, t[:1] if rank == 1 and n == cut else t) for n, t in pairs)),
+        lambda: _answers(engine),
+    ):
+        try:
+            attempt()
+            said.append("went well")
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    refit(new, 2)
+    return [*said, (_same(engine, fresh), _answers(engine) == _answers(fresh))]
 
 
 def test_broken_half_way_on_one_rank_poisons_it_and_the_next_whole_one_heals(two_ranks):
     healthy, broken = (said for _, said in two_ranks)
-    sentence = "refit: tensor 'model.layers.2.mlp.down_proj.weight' has shape [1, 96], the engine was built with [64, 96]"
+    sentence = (
+        "refit: tensor 'model.layers.2.mlp.down_proj.weight' has shape [1, 96], the engine was built with [64, 96]"
+    )
     for rank, found in enumerate((healthy, broken)):
         assert found[0] == sentence  # every rank hears of it, and none waits for rank 1
         assert found[2] == (True, True), f"rank {rank}"

@@ -33,7 +33,9 @@ GRIDS = {
 }
 STEPS, CENTRE, LR = 3, 0.05, 3e-3
 WEIGHTS = {"help": 0.75, "brief": -0.5}
-GROUPS = torch.tensor([0, 0, 1, 2, 1, 2, 1, 3, 3, 4])  # a pair, two groups whose rows lie between each other's, a pair, one alone
+GROUPS = torch.tensor(
+    [0, 0, 1, 2, 1, 2, 1, 3, 3, 4]
+)  # a pair, two groups whose rows lie between each other's, a pair, one alone
 RANKS = torch.tensor([1, 0, 2, 0, 0, 3, 1, 0, 1, 0])
 
 
@@ -129,7 +131,7 @@ def _torch_losses(outputs, given):
     scores, log_sigmoid = outputs[:, 0], torch.nn.functional.logsigmoid
     pairwise, rankings, centre = [], [], []
     for group in (0, 1, 2, 3):
-        rows = sorted((GROUPS == group).nonzero()[:, 0].tolist(), key=lambda row: int(RANKS[row]))
+        rows = sorted((group == GROUPS).nonzero()[:, 0].tolist(), key=lambda row: int(RANKS[row]))
         pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :]]
         pairwise.append(torch.stack([-log_sigmoid(scores[a] - scores[b] - given.margins[a]) for a, b in pairs]).mean())
         places = [scores[rows[i:]].logsumexp(0) - scores[rows[i]] for i in range(len(rows))]
@@ -147,7 +149,7 @@ def _torch_steps(objective):
     backbone = tiny_hf("llama", tied=False)[0].base_model
     head = torch.nn.Linear(64, 2 if objective == "regression" else 1, bias=False)
     torch.nn.init.zeros_(head.weight)
-    matrices = [p for p in backbone.parameters()]
+    matrices = list(backbone.parameters())
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": head.weight, "lr": 3 * LR}], lr=LR, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -263,9 +265,13 @@ def _served_as_trained(folder, topology, base):
 
 
 def _other_attributes_are_refused(base, topology):
-    with pytest.raises(ValueError, match="gives help, brief, and this run trains reward: set preference.fresh_head=true"):
+    with pytest.raises(
+        ValueError, match="gives help, brief, and this run trains reward: set preference.fresh_head=true"
+    ):
         model(base / "attributes", topology, "pairwise", {"rows": 2})
-    with pytest.raises(ValueError, match="gives help, brief, and this run trains reward: resume with preference.attributes"):
+    with pytest.raises(
+        ValueError, match="gives help, brief, and this run trains reward: resume with preference.attributes"
+    ):
         model(base / "score", topology, "pairwise", {"rows": 2}).load(base / "attributes")
     fresh = model(base / "attributes", topology, "pairwise", {"rows": 2}, fresh_head=True)
     rows = batch(9)
@@ -296,5 +302,8 @@ def test_behaviour(checkpoint, tmp_path):
     found = run_ranks(_behaviour_body, 2, checkpoint, tmp_path)
     assert found[0] == found[1]
     config = (tmp_path / "attributes" / "model_config.yaml").read_text()
-    assert "attributes:\n  - help\n  - brief\n  weights:\n  - 0.75\n  - -0.5\n  mean: 0.5\n  std: 2.0\n  count: 7" in config
+    assert (
+        "attributes:\n  - help\n  - brief\n  weights:\n  - 0.75\n  - -0.5\n  mean: 0.5\n  std: 2.0\n  count: 7"
+        in config
+    )
     assert json.loads((tmp_path / "resumed" / "trainer_state.json").read_text())["state"]["step_count"] == 2

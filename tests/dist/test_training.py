@@ -257,7 +257,9 @@ def _references_agree(folder, topology):
 
     batch = policy_batch()
     rollouts = rollouts_of(batch)
-    held, swapped = (_policy(folder, topology, reference=place) for place in (ReferencePlace.held, ReferencePlace.swapped))
+    held, swapped = (
+        _policy(folder, topology, reference=place) for place in (ReferencePlace.held, ReferencePlace.swapped)
+    )
     first = held.logprobs(rollouts, temperature=1.0)
     for policy in (held, swapped):
         assert torch.equal(policy.reference_logprobs(rollouts, temperature=1.0), first)

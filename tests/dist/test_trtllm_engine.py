@@ -124,7 +124,10 @@ def test_groups_of_two_ranks_and_of_one(tmp_path):
         assert (first[grid, 2]["share"], second[grid, 2]["share"]) == (5, 0)
         assert (first[grid, 1]["share"], second[grid, 1]["share"]) == (2, 3)
         assert "rank 1 has no engine of its own: requests go to rank 0" in second[grid, 2]["follower"]
-        for rank, said in ((first, "RuntimeError: sending weights"), (second, "RuntimeError: rank 0: RuntimeError: sending")):
+        for rank, said in (
+            (first, "RuntimeError: sending weights"),
+            (second, "RuntimeError: rank 0: RuntimeError: sending"),
+        ):
             refused, blocked, healed = rank[grid, 2]["broken"]
             assert refused.startswith(said) and "ipc_handles has ['CPU-0', 'CPU-9']" in refused
             assert "the refit to weight version 1 failed" in blocked and healed == expected

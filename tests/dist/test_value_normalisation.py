@@ -1,6 +1,7 @@
 """PopArt and micro-batches by tokens on every kind of grid, against plain torch on a Hugging Face model with van Hasselt et al.'s rule.
 
-The oracle normalises by what it is told (scale and offset); that these are the statistics of the returns is tests/unit/test_value_scale.py's."""
+The oracle normalises by what it is told (scale and offset); that these are the statistics of the returns is what
+tests/unit/test_value_scale.py holds."""
 
 import numpy as np
 import pytest
@@ -101,7 +102,9 @@ def _body(rank, source, folder):
                 saved = _values(critic), [_train(critic, seed)[0] for seed in (3, 4)]
             if grid == PIPELINE:
                 resumed = _resume(critic, folder), [_train(critic, seed)[0] for seed in (3, 4)]
-                with pytest.raises(ValueError, match="value_normalisation=popart, this job has none: resume with popart"):
+                with pytest.raises(
+                    ValueError, match="value_normalisation=popart, this job has none: resume with popart"
+                ):
                     _critic(source, topology, rate=None).load(folder)
     return cases, saved, resumed, _oracle([scale for _, scale, _ in cases[0][0]]) if rank == 0 else None
 
