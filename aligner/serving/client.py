@@ -211,7 +211,7 @@ class RemoteCritic:
         if self._trains and not told:
             with contextlib.suppress(RequestFailed):
                 self._link.control({"op": "leave"}, timeout=LEAVE_TIMEOUT)
-        self._watch.cut_all("the actor closed the connection")
+        self._watch.end("the actor closed the connection")
         self._infer_work.close()
         self._train_work.close()
         self._save_work.close()

@@ -55,6 +55,7 @@ class Watchdog:
         self.info: Optional[EndpointInfo] = None  # where the server is now
         self._lock = threading.Lock()
         self._calls: set[Connection] = set()
+        self._ended: Optional[str] = None  # why no call is made any more
         self._busy = threading.Event()
 
     def start(self) -> None:
@@ -66,6 +67,9 @@ class Watchdog:
         with self._lock:
             self._calls.add(connection)
             self._busy.set()
+            ended = self._ended
+        if ended is not None:
+            connection.cut(ended)
         try:
             yield
         finally:
@@ -73,6 +77,12 @@ class Watchdog:
                 self._calls.discard(connection)
                 if not self._calls:
                     self._busy.clear()
+
+    def end(self, reason: str) -> None:
+        """Cut what is in flight, and whatever a thread still begins."""
+        with self._lock:
+            self._ended = reason
+        self.cut_all(reason)
 
     def cut_all(self, reason: str) -> None:
         with self._lock:
