@@ -16,7 +16,7 @@ from typing import Callable, Iterator, NoReturn, Optional
 from aligner.runtime.exit_codes import ExitCode
 
 PACKAGE = Path(__file__).resolve().parents[1]
-PATIENCE = 2.0  # seconds
+PATIENCE = 5.0  # seconds
 EXIT_FILE = "ALIGNER_EXIT_FILE"  # an environment variable
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
