@@ -1,6 +1,7 @@
 """Launching the real entry scripts from tests: ranks forked from a warm process, outcomes with deadlines, and nothing left behind."""
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -12,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional, Sequence
 
 REPO = Path(__file__).resolve().parents[2]
 ACTOR, CRITIC = "train_ppo_actor.py", "serve_ppo_critic.py"
@@ -129,9 +130,15 @@ class Job:
 
     def kill(self) -> None:
         """SIGKILL to all ranks and to what they started in their sessions."""
-        for pid in self.pids:
+        groups = set()
+        for pid in marked_processes(self):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+                groups.add(os.getpgid(pid))
+        for pid in self.pids:
+            # One that has ended, and left nothing: its pid may be somebody else's by now
+            if self.server.code(pid) is None or pid in groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def kill_rank(self, rank: int) -> None:
         """SIGKILL to one rank, and to nothing that it started."""
@@ -157,10 +164,7 @@ class Job:
 
     def leftovers(self, patience: float = 20.0) -> list[str]:
         """Command lines of processes that the job's ranks started and that still live after `patience` seconds."""
-        until = time.monotonic() + patience
-        while (found := processes_of(self)) and time.monotonic() < until:
-            time.sleep(0.1)
-        return found
+        return leftovers(lambda: marked_processes(self), patience)
 
     def tail(self) -> str:
         return f"--- stdout\n{self.stdout[-2000:]}\n--- stderr\n{self.stderr[-6000:]}"
@@ -330,6 +334,11 @@ class Run:
         return [row["step"] for row in self.rows]
 
     @property
+    def steps_so_far(self) -> list[int]:
+        """Of a run that goes on."""
+        return [json.loads(line)["step"] for line in whole_lines(self.path / "metrics.jsonl")]
+
+    @property
     def pairs(self) -> list[str]:
         """Names of the committed pairs."""
         return sorted(marker.parent.name for marker in self.path.glob("checkpoints/*/COMMITTED"))
@@ -337,6 +346,11 @@ class Run:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Of a file that is being written, and may not be there yet."""
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
 def state_of(pid: int) -> str:
@@ -347,27 +361,43 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def processes_of(job: Job) -> list[str]:
-    return list(marked_processes(job).values())
+def leftovers(look: Callable[[], dict[int, str]], patience: float = 20.0) -> list[str]:
+    """Command lines of the processes that look() still finds after `patience` seconds: what was killed takes a moment to go."""
+    until = time.monotonic() + patience
+    while (found := look()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return list(found.values())
 
 
 def marked_processes(job: Job) -> dict[int, str]:
     """Command lines, by pid, of living processes with the job's mark in their environment, or that name one of its ranks as their
     parent."""
+    return processes(mark=str(job.errors), parents=job.pids)
+
+
+def processes(*, mark: str, parents: Sequence[int] = ()) -> dict[int, str]:
+    """Command lines, by pid, of living processes with a mark in their environment, or that name one of `parents` as their parent."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
-            marked = f"{MARK}={job.errors}\0" in (folder / "environ").read_text(errors="replace")
-            if marked or any(f'"parent": {pid}}}' in command for pid in job.pids):
+            marked = f"{MARK}={mark}\0" in (folder / "environ").read_text(errors="replace")
+            if marked or any(f'"parent": {pid}}}' in command for pid in parents):
                 found[int(folder.name)] = command
     return found
 
 
+_next_ports = itertools.count(os.getpid())
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on now, of those that Linux gives to nobody who does not name one (32768 and up): it stays free until
+    it is used, which may be seconds later. Slurm and its jobs have 20000 and up."""
+    while True:
+        port = 10000 + next(_next_ports) % 10000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def launch_variables(rank: int, ranks: int, port: int) -> dict[str, str]:

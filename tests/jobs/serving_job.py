@@ -3,26 +3,28 @@ and requests whose answers a formula gives."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from aligner.config.groups import CriticClientConfig, ServingConfig
-from aligner.data.batch import CriticBatch, CriticRows, Score
+from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows, Score
 from aligner.runtime.errors import end_threads_of_groups
 from aligner.serving.backend import Refused
 from aligner.serving.client import RemoteCritic
 from aligner.serving.hello import Contract
+from tests.jobs.harness import free_port
 from tests.jobs.threads import thread_names
 
 REPO = Path(__file__).resolve().parents[2]
 VOCAB, MAX_LENGTH, WORLD = 1000, 2048, 2
 RAISE_ON_RANK_1, RAISE_ON_ALL, SLEEP, SCORE_FAILS, STUCK = 901, 902, 903, 904, 905
+ASLEEP = "asleep"  # a file that is there once a rank sleeps
 CONTRACT = Contract(
     tokenizer_fingerprint="f" * 64,
     chat_template="c" * 64,
@@ -43,10 +45,10 @@ def expected_values(tokens: torch.Tensor, weight: float) -> torch.Tensor:
 class FakeCritic:
     """values = weight * token + position, computed half on each rank; training adds the mean masked return to the weight."""
 
-    def __init__(self, group) -> None:
+    def __init__(self, group, asleep: Path) -> None:
         import torch.distributed as dist
 
-        self.dist, self.group, self.rank = dist, group, dist.get_rank()
+        self.dist, self.group, self.rank, self.asleep = dist, group, dist.get_rank(), asleep
         self.weight, self.step, self.seen = 1.0, 0, []
 
     def infer(self, rows):
@@ -64,6 +66,7 @@ class FakeCritic:
         if (rows.tokens == RAISE_ON_ALL).any():
             raise ValueError("the token is forbidden")
         if (rows.tokens == SLEEP).any():
+            self.asleep.touch()
             time.sleep(2)
         values = torch.zeros(rows.tokens.shape)
         values[self.rank :: WORLD] = expected_values(mine, self.weight)
@@ -73,8 +76,6 @@ class FakeCritic:
         return values, bootstrap, None
 
     def start_scoring(self, rows):
-        from concurrent.futures import Future
-
         scores = Future()
         failed = (rows.tokens == SCORE_FAILS).any(1)
         scores.set_result(
@@ -128,7 +129,7 @@ def job(run_folder: str, settings: str) -> None:
 
     logging.basicConfig(level=logging.INFO, filename=Path(run_folder) / f"rank{os.environ['RANK']}.log")
     dist.init_process_group("gloo")
-    backend = FakeCritic(dist.group.WORLD)
+    backend = FakeCritic(dist.group.WORLD, Path(run_folder) / ASLEEP)
     reason = serve(
         backend,
         ServingConfig(**json.loads(settings)),
@@ -149,9 +150,7 @@ class Job:
 
     def __init__(self, run_folder: Path, **settings) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         self.run_folder = run_folder
         self.endpoint_file = run_folder / "endpoints" / "critic.json"
         self.ranks = []
@@ -183,10 +182,20 @@ class Job:
         )
         return RemoteCritic(contract, config, endpoint_file=self.endpoint_file, trains=trains, say=lambda text: None)
 
+    def sleeping(self, client: RemoteCritic) -> "Future[CriticAnswer]":
+        """A request that takes two seconds, once it runs."""
+        file, until = self.run_folder / ASLEEP, time.monotonic() + 60
+        file.unlink(missing_ok=True)
+        future = client.infer(make_rows(1, r0=SLEEP))
+        while not file.exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        return future
+
     def output(self, rank: int = 0) -> str:
         return (self.run_folder / f"stdout{rank}").read_text()
 
-    def wait(self, timeout: float = 60.0) -> list[int]:
+    def wait(self, timeout: float = 120.0) -> list[int]:
         return [p.wait(timeout) for p in self.ranks]
 
     def end(self) -> None:

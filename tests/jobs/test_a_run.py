@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.harness import ACTOR_SETTINGS, CRITIC_SETTINGS, DEADLINE, MARK, REPO, Launcher, environment, user_data
+from tests.jobs.harness import (
+    ACTOR_SETTINGS,
+    CRITIC_SETTINGS,
+    DEADLINE,
+    MARK,
+    REPO,
+    Launcher,
+    environment,
+    leftovers,
+    processes,
+    user_data,
+)
 
 EVERY_STEP = {
     "step",
@@ -56,8 +66,7 @@ def test_it_ends_by_itself_and_says_where_the_report_is(launched):
     run, done, mark = launched
     assert f"report: {run.path}/report.html" in done.stdout
     assert "Traceback" not in done.stderr
-    alive = [p for p in Path("/proc").glob("[0-9]*") if p.name != str(os.getpid()) and mark in read(p / "environ")]
-    assert alive == []
+    assert leftovers(lambda: processes(mark=mark)) == []
     assert not (run.path / "endpoints" / "critic.json").exists()
     assert run.pairs == ["step_000003"]
 
@@ -77,13 +86,6 @@ def test_the_token_is_in_its_file_alone(launched):
 
 def all_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def read(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:  # it ended
-        return ""
 
 
 def test_metrics(launched):
@@ -189,7 +191,7 @@ def test_a_reward_model_scores(jobs: Launcher, tiny_reward_model):
     )
     budget = ("ppo.micro_batch_tokens=50", "ppo.reward_scale=batch")
     jobs.actor("apart", *settings, *free, *budget, *mixed, "reward.place=server").finish()
-    scoring.finish(60)  # told that the run is complete
+    scoring.finish()  # told that the run is complete
     samples = jobs.run("apart").samples(1)
     found = [float(bool(re.search("[a-p]", s["response"]))) for s in samples]
     assert [s["parts"]["regex"] for s in samples] == found and set(found) == {0.0, 1.0}

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from aligner.runtime.exit_codes import ExitCode
-from tests.jobs.harness import Job, Launcher, free_port, user_data
+from tests.jobs.harness import DEADLINE, Job, Launcher, free_port, user_data
 
 SENTENCE = 700  # characters of a sentence and the values in it, paths included
 
 
-def assert_refused(job: Job, code: int, *texts: str, deadline: float = 120.0) -> None:
-    codes = job.wait(deadline)
+def assert_refused(job: Job, code: int, *texts: str) -> None:
+    codes = job.wait()
     assert code in codes and set(codes) <= {code, -signal.SIGTERM}, job.tail()  # a launcher ends the ranks that wait
     assert "Traceback" not in job.stderr + job.stdout, job.tail()
     said = [line for line in job.stderr.splitlines() if not line.startswith(("INFO ", "WARNING ", "(traceback: "))]
@@ -144,21 +144,21 @@ def test_a_tokenizer_that_differs_then_stops_and_continues(jobs: Launcher, tmp_p
     second = jobs.actor("stops", *endless)
     assert_refused(second, ExitCode.CONFIGURATION, f"pid {first.pids[0]}", "run.name")
     first.signal(signal.SIGTERM)
-    assert first.wait(60) == [ExitCode.REQUEUE], first.tail()
+    assert first.wait() == [ExitCode.REQUEUE], first.tail()
     saved = int(jobs.run("stops").pairs[-1].removeprefix("step_"))
     assert saved == jobs.run("stops").steps[-1]
 
     again = jobs.actor("stops", *endless)
     wait_for_step(jobs, again, saved + 2)
     again.signal(signal.SIGINT)
-    assert again.wait(60) == [ExitCode.INTERRUPTED], again.tail()
+    assert again.wait() == [ExitCode.INTERRUPTED], again.tail()
     steps = jobs.run("stops").steps
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= saved + 2
     for job in (first, again):
         assert "Traceback" not in job.stderr and job.leftovers() == []
 
     serving.signal(signal.SIGTERM)
-    assert serving.wait(60) == [ExitCode.REQUEUE], serving.tail()
+    assert serving.wait() == [ExitCode.REQUEUE], serving.tail()
     assert serving.leftovers() == []
 
 
@@ -190,10 +190,9 @@ def with_other_tokenizer(model: Path, folder: Path) -> Path:
     return folder
 
 
-def wait_for_step(jobs: Launcher, job: Job, step: int, deadline: float = 120.0) -> None:
-    until = time.monotonic() + deadline
-    metrics = jobs.run("stops").path / "metrics.jsonl"
-    while not metrics.exists() or max(jobs.run("stops").steps, default=-1) < step:
+def wait_for_step(jobs: Launcher, job: Job, step: int) -> None:
+    until = time.monotonic() + DEADLINE
+    while max(jobs.run("stops").steps_so_far, default=-1) < step:
         assert time.monotonic() < until and job.server.code(job.pids[0]) is None, job.tail()
         time.sleep(0.1)
 

@@ -3,6 +3,7 @@
 
 Real processes are killed or stopped at named points (aligner/runtime/faults.py). Oracle: the same run, served and not disturbed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ from tests.jobs.harness import (
     Launcher,
     Run,
     environment,
+    leftovers,
+    processes,
 )
 from tests.jobs.proxy import HARM, Proxy
 from tests.jobs.test_layouts import assert_close
@@ -47,7 +50,7 @@ def undisturbed(shared_jobs: Launcher, overrides) -> Run:
     actor, critic = overrides
     serving = shared_jobs.critic("whole", *critic)
     shared_jobs.actor("whole", *actor).finish()
-    serving.finish(60)
+    serving.finish()
     return shared_jobs.run("whole")
 
 
@@ -81,7 +84,7 @@ class Scene:
 
     def finish(self) -> Run:
         self.training.finish()
-        self.serving.finish(120)
+        self.serving.finish()
         self.nothing_left()
         return self.run
 
@@ -102,7 +105,8 @@ def test_a_critic_that_dies_in_every_phase(shared_jobs: Launcher, overrides, und
     serverless = scene.serve("pause critic_infer:1")
     rank = serverless.paused()
     for pid in serverless.children("tritonserver"):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # its backends end with it
+            os.kill(pid, signal.SIGKILL)
     os.kill(rank, signal.SIGCONT)
     assert serverless.wait() == [ExitCode.FAULT] and "the Triton server process died" in serverless.stderr
     scene.nothing_left()
@@ -127,12 +131,10 @@ def test_a_network_that_loses_things(shared_jobs: Launcher, overrides, undisturb
     patience = ("critic.request_timeout=4", "critic.reconnect_timeout=60", "critic.heartbeat=0.3")
     patience += ("checkpoint.asynchronous=true",)
     serving = shared_jobs.critic("lossy", *overrides[1])
-    until = time.monotonic() + 60
-    while not proxy.endpoint_file.exists() and time.monotonic() < until:
-        time.sleep(0.1)
     try:
+        wait_until(proxy.endpoint_file.exists)
         shared_jobs.actor("lossy", *overrides[0], f"critic.endpoint=127.0.0.1:{proxy.port}", *patience).finish()
-        serving.finish(60)
+        serving.finish()
     finally:
         proxy.close()
     assert_exact(shared_jobs.run("lossy"), undisturbed)
@@ -256,7 +258,7 @@ def test_the_launcher_starts_again_what_died(shared_jobs, overrides, undisturbed
     launched = subprocess.Popen(command, env=environment(**{MARK: mark}), stdout=output, stderr=output)
     try:
         for step, record in ((1, "run_critic.json"), (2, "run.json")):
-            wait_until(lambda step=step: run.path.joinpath("metrics.jsonl").exists() and run.steps[-1:] >= [step])
+            wait_until(lambda step=step: run.steps_so_far[-1:] >= [step])
             os.kill(json.loads((run.path / record).read_text())["pid"], signal.SIGKILL)
         assert launched.wait(DEADLINE) == 0, Path(output.name).read_text()[-4000:]
     finally:
@@ -266,15 +268,7 @@ def test_the_launcher_starts_again_what_died(shared_jobs, overrides, undisturbed
     assert "the critic job ended with exit code 1: starting it again" in said
     assert "the actor job ended with exit code -9: starting it again" in said
     assert_close(run, undisturbed, steps=tuple(range(1, STEPS + 1)))
-    alive = [p for p in Path("/proc").glob("[0-9]*") if p.name != str(os.getpid()) and mark in environ_of(p)]
-    assert alive == []
-
-
-def environ_of(process: Path) -> str:
-    try:
-        return (process / "environ").read_text(errors="replace")
-    except OSError:  # it ended
-        return ""
+    assert leftovers(lambda: processes(mark=mark)) == []
 
 
 def wait_until(what, deadline: float = DEADLINE) -> None:

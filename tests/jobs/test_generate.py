@@ -164,7 +164,7 @@ def read_some(reader: int) -> bytes:
 def test_ctrl_c_ends_it_quietly(shared_jobs, tiny_model):
     job = shared_jobs.start(SCRIPT, "--checkpoint", str(tiny_model.parent / "hf"), *ENDLESS)
     until = time.monotonic() + 100
-    while "\n" not in job.stdout and time.monotonic() < until:
+    while b"\n" not in job.output.read_bytes() and time.monotonic() < until:
         time.sleep(0.05)
     job.signal(signal.SIGINT)
     assert job.wait(100) == [130], job.tail()

@@ -28,7 +28,7 @@ def served(
 ) -> Run:
     critic_job = jobs.critic(name, *critic, ranks=critic_ranks)
     jobs.actor(name, *actor, ranks=ranks).finish()
-    critic_job.finish(60)
+    critic_job.finish()
     return jobs.run(name)
 
 

@@ -49,7 +49,7 @@ def test_two_ranks_share_an_engine_beside_a_served_critic(shared_jobs, runs):
     """TP2 with one generation group of two: the greedy responses before training are those of one rank's torch engine."""
     critic = shared_jobs.critic("shared")
     shared_jobs.actor("shared", "parallel.tensor=2", *SETTINGS, ranks=2, packages=FAKE).finish()
-    critic.finish(60)
+    critic.finish()
     ours, theirs = shared_jobs.run("shared"), runs[1]
     assert ours.steps == theirs.steps
     assert [s["response_ids"] for s in ours.validation(0)] == [s["response_ids"] for s in theirs.validation(0)]

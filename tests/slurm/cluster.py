@@ -49,7 +49,7 @@ SlurmctldTimeout=60
 SlurmdTimeout=300
 InactiveLimit=0
 KillWait=15
-MinJobAge=300
+MinJobAge=3600
 UnkillableStepTimeout=60
 MessageTimeout=60
 BatchStartTimeout=60
@@ -177,7 +177,7 @@ class Cluster:
         """Cancel every job, and bring every node back."""
         self.run("scancel", "-u", "root", check=False)
         self.run("scontrol", "update", f"NodeName=node[1-{NODES}]", "State=RESUME", check=False)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while self.run("squeue", "-h"):
             assert time.monotonic() < until, self.run("squeue")
             time.sleep(0.2)
@@ -197,7 +197,8 @@ class Cluster:
             time.sleep(0.1)
         for pid in ended:
             if str(self.folder) in command_of(pid):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def command_of(pid: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
-from tests.jobs.harness import REPO, Run
+from tests.jobs.harness import REPO, Run, whole_lines
 from tests.slurm.cluster import Cluster
 
 DEADLINE = 400.0  # seconds for anything to come; a machine that is idle needs a tenth of it
@@ -44,9 +44,9 @@ class Submitted:
         file = self.run.path / "logs" / f"slurm-{name}-{self.jobs[name]}.out"
         return file.read_text() if file.exists() else ""
 
-    def signal(self, name: str, number: str) -> None:
-        """To the batch script alone, as Slurm's warning before the time limit."""
-        self.cluster.run("scancel", "--batch", f"--signal={number}", str(self.jobs[name]))
+    def signal(self, number: str, *names: str) -> None:
+        """To the batch scripts alone, of several jobs at once, as Slurm's warning before the time limit."""
+        self.cluster.run("scancel", "--batch", f"--signal={number}", *(str(self.jobs[name]) for name in names))
 
     def cancel(self, name: str) -> None:
         self.cluster.run("scancel", str(self.jobs[name]))
@@ -76,8 +76,7 @@ class Submitted:
     @property
     def starts(self) -> list[dict[str, Any]]:
         """What stand_in.py noted."""
-        file = self.run.path / "starts.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [json.loads(line) for line in whole_lines(self.run.path / "starts.jsonl")]
 
     def started(self, script: str) -> int:
         """How often rank 0 of a script was."""

@@ -81,7 +81,8 @@ def test_signals_requeue_and_chains(submitter, cluster):
     )
     refused = submitter.played("submit_ppo.sh", "refused", "--actor", "play=2", "--critic", "play=serve")
     chain = submitter.played(
-        "submit_ppo.sh", "chain", "--chain", "4", "--actor", "play=saves,0", "--critic", "play=serve,serve"
+        *("submit_ppo.sh", "chain", "--chain", "4", "--actor", "play=saves,0", "--critic", "play=serve,serve"),
+        ALIGNER_PEER_POLL="10",  # neither finds the other gone before it has ended itself
     )
     stalls = submitter.played("submit_job.sh", "stalls", "train_ppo_actor.py", "play=85", ALIGNER_STALLS="1")
     deaf = submitter.played(
@@ -89,11 +90,11 @@ def test_signals_requeue_and_chains(submitter, cluster):
     )
 
     deaf.until(lambda: len(deaf.starts) == 1)
-    deaf.signal("job", "USR1")
+    deaf.signal("USR1", "job")
     both.until(lambda: len(both.starts) == 2)
-    both.signal("critic", "USR1"), both.signal("actor", "USR1")
+    both.signal("USR1", "critic", "actor")
     chain.until(lambda: len(chain.starts) == 2)
-    chain.signal("actor", "USR1"), chain.signal("critic", "USR1")
+    chain.signal("USR1", "actor", "critic")
 
     # A job that died is started again where it is; one that was refused is not, and its critic ends with it.
     died.end()
@@ -136,7 +137,7 @@ def test_cancelled_ended_and_gone(submitter, cluster):
         submitted.until(lambda submitted=submitted: len(submitted.starts) == 2)
     actor.cancel("actor")
     critic.cancel("critic")
-    stopped.signal("actor", "INT")
+    stopped.signal("INT", "actor")
     actor.end(actor="CANCELLED")  # and not requeued, though its ranks ended with 85
     critic.end(critic="CANCELLED", actor="FAILED")
     assert "which this one needs, has ended: submit both again" in critic.log("actor")
@@ -155,7 +156,7 @@ def test_parts_of_one_job(submitter, cluster):
     cancelled.until(lambda: len(cancelled.starts) == 3)
     cancelled.cancel("together")
     died.until(lambda: died.started("serve_ppo_critic") == 2 and died.started("train_ppo_actor") == 1)
-    died.signal("together", "USR1")
+    died.signal("USR1", "together")
     refused.end(together="FAILED")
     assert cluster.job(refused.jobs["together"])["ExitCode"] == "4:0"
     assert "the critic failed for good: the actor ends too" in refused.log("together")
@@ -216,7 +217,7 @@ def test_a_signal_before_there_are_ranks(submitter, cluster):
         submitted.until_state("job", "RUNNING")
         submitted.until(lambda s=submitted: (submitter.runs / s.run.path.name / "slurm").exists())
         time.sleep(0.05 * i)
-        submitted.signal("job", "USR1")
+        submitted.signal("USR1", "job")
     for submitted in early:
         submitted.end()
         assert cluster.job(submitted.jobs["job"])["Restarts"] == "1", submitted.tail()

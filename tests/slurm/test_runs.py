@@ -72,7 +72,7 @@ def runs(cluster, shared) -> Runs:
 def undisturbed(shared):
     """Its settings are read before it is submitted, as they are unless --no-check is said."""
     words = ("submit_ppo.sh", "--python", sys.executable, "--gpus-per-node", "1", *shared.sections())
-    return shared.submit(words, "whole").end()
+    return shared.submit(words, "whole", ALIGNER_END_WAIT="60").end()
 
 
 def test_two_allocations(runs, undisturbed):
@@ -145,7 +145,7 @@ def restarts(submitted: Submitted, job: str) -> int:
 def test_warned_before_the_time_limit(runs, undisturbed):
     """SIGUSR1 to both batch scripts, as Slurm sends it: both save, requeue themselves, and go on."""
     submitted = still(runs.ppo("limit", **STILL))
-    submitted.signal("critic", "USR1"), submitted.signal("actor", "USR1")
+    submitted.signal("USR1", "critic", "actor")
     time.sleep(2)
     go_on(submitted)
     submitted.until_said("actor", "requeueing this job (newest checkpoint: step_000002)")
@@ -162,7 +162,7 @@ def test_warned_before_the_time_limit(runs, undisturbed):
 def test_warned_in_one_job(runs, undisturbed):
     """As heterogeneous job: Slurm's warning reaches both parts, and they are requeued together."""
     submitted = still(runs.ppo("together", "--together", "--actor-nodes", "1", **STILL))
-    submitted.signal("together", "USR1")
+    submitted.signal("USR1", "together")
     time.sleep(2)
     go_on(submitted)
     submitted.until_said("together", "requeueing this job (newest checkpoint: step_000002)")
@@ -290,7 +290,7 @@ def test_one_job_without_a_critic(runs, undisturbed):
     whole = runs.submit((*how, "train_ppo_actor.py", *settings), "single_whole")
     submitted = runs.submit((*how, "train_ppo_actor.py", *settings), "single", **STILL)
     still(submitted)
-    submitted.signal("job", "USR1")
+    submitted.signal("USR1", "job")
     time.sleep(1)
     go_on(submitted)
     submitted.end(), whole.end()
