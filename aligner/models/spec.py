@@ -58,7 +58,8 @@ def transformer_config(
         batch_p2p_comm=ON_GPU,
         # Needs apex, and the head's own product would have to take part in it.
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=fused and not gpt2,  # megatron-core refuses it for an activation that it does not know
+        # On a CPU it is parallel/cpu_swiglu.py's. megatron-core refuses it for an activation that it does not know.
+        bias_activation_fusion=(fused or not ON_GPU) and not gpt2,
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused and not gpt2,
         masked_softmax_fusion=fused,

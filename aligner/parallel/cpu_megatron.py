@@ -15,6 +15,7 @@ from importlib.metadata import version
 import torch
 
 from aligner.parallel.cpu_linear import megatron_linear
+from aligner.parallel.cpu_swiglu import megatron_swiglu
 
 VERSION = "0.16.1"
 _CPU = torch.device("cpu")
@@ -51,6 +52,7 @@ _PATCHED = {
         "linear_with_grad_accumulation_and_async_allreduce",
     ),
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state", "CudaRNGStatesTracker"),
+    "megatron.core.transformer.mlp": ("bias_swiglu_impl",),
 }
 
 
@@ -208,11 +210,13 @@ def _patch_random() -> None:
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
 
 
-def _patch_linear_layers() -> None:
+def _patch_layers() -> None:
     from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import mlp
 
     layers.linear_with_frozen_weight = megatron_linear
     layers.linear_with_grad_accumulation_and_async_allreduce = megatron_linear
+    mlp.bias_swiglu_impl = megatron_swiglu
 
 
 def _check_symbols() -> None:
@@ -271,5 +275,5 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # tied embeddings on the last stage call it
     _patch_optimizers()
     _patch_random()
-    _patch_linear_layers()
+    _patch_layers()
     jit.aligner_cpu = True

@@ -1,6 +1,7 @@
 """The one place that knows whether this process computes on a GPU or on the CPU."""
 
 import contextlib
+import ctypes
 import functools
 import os
 import resource
@@ -70,10 +71,12 @@ def synchronise() -> None:
         torch.cuda.synchronize(DEVICE)
 
 
-def empty_cache() -> None:
-    """Give unused blocks of the GPU's allocator back; nothing on a CPU."""
+def give_back_memory() -> None:
+    """Let others have what this process has freed: blocks of the GPU's allocator; on a CPU pages of glibc's, which it would keep."""
     if ON_GPU:
         torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _has_bfloat16_units() -> bool:
