@@ -9,7 +9,9 @@ import torch
 from aligner.parallel.device import give_back_memory
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc, whose malloc_trim gives it back")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc, whose malloc_trim gives it back"
+)
 def test_freed_blocks_between_living_ones_are_given_back():
     size, count = 100_000, 2000  # bytes: too small for blocks of their own in the kernel's eyes
     blocks = [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
