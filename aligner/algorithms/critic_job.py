@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.assemble import Job
-from aligner.algorithms.model_reward import ModelReward, build_model_reward
+from aligner.algorithms.model_scorer import ModelScorer, build_model_scorer
 from aligner.algorithms.schedule import mini_batches
 from aligner.algorithms.updates import train_in_turn
 from aligner.config.groups import RewardConfig, RewardKind, RewardPlace, ValueNormalisation
 from aligner.config.jobs import ActorConfig, CriticConfig
+from aligner.config.reward import reward_name
 from aligner.data.batch import CriticBatch, CriticRows, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
 from aligner.models.critic import CriticMiniBatch, CriticModel
@@ -39,14 +40,14 @@ class CriticJob:
         config: CriticConfig,
         critic: CriticModel,
         reward: Optional[RewardSource],
-        reward_model: Optional[ModelReward],
+        scorer: Optional[ModelScorer],
         identity: dict[str, Any],
         keep_batch: Callable[[str, Mapping[str, Any]], str] = lambda name, tensors: "",
     ) -> None:
         """keep_batch: saves a mini-batch that could not be trained on, and says where."""
         self.keep_batch = keep_batch
         self.config, self.critic = config, critic
-        self.reward, self.reward_model = reward, reward_model
+        self.reward, self.scorer = reward, scorer
         self.identity = identity
         self.step = 0
         self._saving: Optional[Saving] = None
@@ -64,7 +65,7 @@ class CriticJob:
     def infer(self, rows: CriticRows) -> tuple[Tensor, Tensor, Optional[list[Score]]]:
         """Values [b, S] and bootstrap [b] (0 where terminated), and the reward model's scores where there is one."""
         faults.reach("critic_infer", self.step + 1)
-        scores = None if self.reward_model is None else self.reward_model.scores(rows)
+        scores = None if self.scorer is None else self.scorer.scores(rows)
         if not rows.values:
             return torch.zeros(rows.tokens.shape), torch.zeros(len(rows.lengths)), scores
         values, bootstrap = self.critic.values(rows.tokens, rows.lengths)
@@ -160,13 +161,13 @@ def build_critic_job(config: CriticConfig, job: Job) -> CriticJob:
         normalisation_rate=None if plain else settings.value_normalisation_rate,
         fresh_head=settings.fresh_head,
     )
-    reward_model = build_model_reward(config, job) if scores else None
-    positions = [model.shape.max_position_embeddings for model in (critic, reward_model) if model is not None]
+    scorer = build_model_scorer(config, job) if scores else None
+    positions = [model.shape.max_position_embeddings for model in (critic, scorer) if model is not None]
     return CriticJob(
         config=config,
         critic=critic,
         reward=reward,
-        reward_model=reward_model,
+        scorer=scorer,
         identity={
             **served_contract(config, job, scores=scores, max_length=min(positions)),
             "mini_batch_size": config.critic.mini_batch_size,
@@ -214,7 +215,7 @@ def served_contract(config: Any, job: Job, *, scores: bool, max_length: int) -> 
         "chat_template": job.tokenizer.chat_template_hash,
         "vocab_size": job.shape.vocab_size,
         "max_length": max_length,
-        "reward_kind": config.reward.kind.value if scores else NO_REWARD,
+        "reward_kind": reward_name(config.reward) if scores else NO_REWARD,
         "run_id": config.run.name,
     }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aligner.algorithms.assemble import Job
 from aligner.algorithms.critic_job import build_verifier, score_rows, served_contract
-from aligner.algorithms.model_reward import ModelReward, build_model_reward
+from aligner.algorithms.model_scorer import ModelScorer, build_model_scorer
 from aligner.config.jobs import RewardServerConfig
 from aligner.data.batch import CriticBatch, CriticRows, Score
 from aligner.data.interfaces import RewardSource
@@ -19,11 +19,9 @@ from aligner.serving.backend import Refused
 class RewardJob:
     """A CriticBackend without a critic: it has no values, and nothing to train or to save. It stays at step 0."""
 
-    def __init__(
-        self, reward: Optional[RewardSource], reward_model: Optional[ModelReward], identity: dict[str, Any]
-    ) -> None:
-        """reward: on rank 0, where a verifier or a service scores; reward_model: on every rank, where a model does."""
-        self.reward, self.reward_model, self.identity = reward, reward_model, identity
+    def __init__(self, reward: Optional[RewardSource], scorer: Optional[ModelScorer], identity: dict[str, Any]) -> None:
+        """reward: on rank 0, where a verifier or a service scores; scorer: on every rank, where a model does."""
+        self.reward, self.scorer, self.identity = reward, scorer, identity
 
     def start_scoring(self, rows: CriticRows) -> Optional["Future[list[Score]]"]:
         return None if self.reward is None else self.reward.score(score_rows(rows))
@@ -31,7 +29,7 @@ class RewardJob:
     def infer(self, rows: CriticRows) -> tuple[Tensor, Tensor, Optional[list[Score]]]:
         if rows.values:
             raise Refused("values were asked of a reward job: it scores, and has no critic")
-        scores = None if self.reward_model is None else self.reward_model.scores(rows)
+        scores = None if self.scorer is None else self.scorer.scores(rows)
         return torch.zeros(rows.tokens.shape), torch.zeros(len(rows.lengths)), scores
 
     def train(self, step: int, batch: CriticBatch) -> NoReturn:
@@ -57,7 +55,7 @@ class RewardJob:
 def build_reward_job(config: RewardServerConfig, job: Job) -> RewardJob:
     """Verifier processes start before the model fills the memory."""
     reward = build_verifier(config.reward, job)
-    model = build_model_reward(config, job)
+    model = build_model_scorer(config, job)
     shape = job.shape if model is None else model.shape
     identity = served_contract(config, job, scores=True, max_length=shape.max_position_embeddings)
     return RewardJob(reward, model, {**identity, "max_rows": config.serving.max_rows})

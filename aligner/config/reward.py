@@ -86,9 +86,21 @@ def part_name(part: RewardPart) -> str:
     return part.name or part.kind.name
 
 
+def model_part(reward: "RewardConfig") -> Optional[RewardPart]:
+    """The part that is a reward model, where there is one."""
+    return next((part for part in reward.parts if part.kind is RewardKind.model), None)
+
+
 def has_model(reward: "RewardConfig") -> bool:
     """Whether a reward model scores, alone or as one of the parts."""
-    return RewardKind.model in (reward.kind, *(part.kind for part in reward.parts))
+    return reward.kind is RewardKind.model or model_part(reward) is not None
+
+
+def reward_name(reward: "RewardConfig") -> str:
+    """What two jobs must agree on: the kind, or `parts(exact: 1 exact, taste: 0.5 model)`."""
+    if reward.kind is not RewardKind.parts:
+        return reward.kind.value
+    return f"parts({', '.join(f'{part_name(p)}: {p.weight:g} {p.kind.value}' for p in reward.parts)})"
 
 
 @dataclass
@@ -105,7 +117,8 @@ class RewardConfig(VerifierConfig):
     checkpoint: Optional[str] = None
     """Folder of a reward model, converted or trained here, for kind model (reward's own, or a part's)."""
     standardise: bool = False
-    """For kind model: scores less their mean over their deviation, as train_reward_model.py measured them on held-out responses."""
+    """For kind model (reward's own, or a part's): scores less their mean over their deviation, as train_reward_model.py measured them on
+    held-out responses."""
     micro_batch_size: int = 4
     """Rows a forward pass of the reward model on one data-parallel rank."""
     micro_batch_tokens: Optional[int] = None
@@ -115,7 +128,8 @@ class RewardConfig(VerifierConfig):
     timeout: float = 10.0
     """Deadline of one score, in seconds; for kind http of one attempt to get a request answered."""
     failed_score: Optional[float] = None
-    """What a response earns whose verifier raised, hung or died while it scored it, counted in reward/failed and told in the log.
+    """What a response earns whose verifier raised, hung or died while it scored it, counted in reward/failed and told in the log. A
+    reward model among the parts adds its own share.
     Absent: such a response ends the step with an error that names it."""
     url: Optional[str] = None
     """For kind http: where samples are posted, http://HOST:PORT/PATH or https."""

@@ -18,9 +18,9 @@ def reward_problems(reward: Any) -> Iterator[str]:
     if has_model(reward) and reward.checkpoint is None:
         yield "reward.kind=model (or such a part) needs reward.checkpoint (a converted reward model)"
     if not has_model(reward) and reward.standardise:
-        yield f"reward.standardise=true needs reward.kind=model or such a part, and it is {reward.kind.name}"
+        yield "reward.standardise=true needs a reward model: reward.kind=model, or a part of kind model"
     if not has_model(reward) and reward.checkpoint is not None:
-        yield f"reward.checkpoint={reward.checkpoint} needs reward.kind=model or such a part, and it is {reward.kind.name}"
+        yield f"reward.checkpoint={reward.checkpoint} needs a reward model: reward.kind=model, or a part of kind model"
 
 
 def _http(reward: Any) -> Iterator[str]:

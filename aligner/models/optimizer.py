@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.config.groups import OptimConfig, Schedule
 from aligner.models.pipeline import Chunks, finalize
-from aligner.parallel.device import DEVICE, ON_GPU, give_back_memory
+from aligner.parallel.device import DEVICE, ON_GPU, empty_cache
 from aligner.parallel.topology import Topology
 
 from megatron.core import optimizer as megatron_optimizer  # isort: skip  (after aligner.parallel, which adapts it to a CPU)
@@ -172,7 +172,7 @@ def move_states(optimizer: MegatronOptimizer, device: torch.device) -> None:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[name] = value.to(device)
-    give_back_memory()
+    empty_cache()
 
 
 def forget_states(optimizer: MegatronOptimizer) -> None:

@@ -71,11 +71,16 @@ def synchronise() -> None:
         torch.cuda.synchronize(DEVICE)
 
 
-def give_back_memory() -> None:
-    """Let others have what this process has freed: blocks of the GPU's allocator; on a CPU pages of glibc's, which it would keep."""
+def empty_cache() -> None:
+    """Give unused blocks of the GPU's allocator back; nothing on a CPU."""
     if ON_GPU:
         torch.cuda.empty_cache()
-    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+
+
+def trim_heap() -> None:
+    """Give the pages back that glibc keeps of what was freed: before 2.38 it does not use a hole between aligned blocks again for a block
+    of the same size, so that a process grows. Nothing on a GPU, whose own allocator uses it."""
+    if not ON_GPU and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 

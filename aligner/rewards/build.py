@@ -32,6 +32,8 @@ def build_verifier(spec: dict[str, Any]) -> Verifier:
         return RegexVerifier(pattern=spec["pattern"])
     if kind == "format":
         return FormatVerifier(pattern=spec["pattern"], template=spec["template"])
+    if kind != "task":
+        raise ValueError(f"{kind} is no verifier")
     return TaskVerifier(**{name: spec[name] for name in ("answer", "format_credit", "allow_eval")})
 
 

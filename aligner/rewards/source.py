@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Sequence
 
-from aligner.config.reward import RewardConfig, RewardKind, VerifierConfig, part_name
+from aligner.config.reward import RewardConfig, RewardKind, VerifierConfig, model_part, part_name
 from aligner.config.validate_reward import parts_problems, verifier_problems
 from aligner.data.batch import Sample, Score, ScoreRow
 from aligner.data.interfaces import RewardSource
@@ -35,13 +35,13 @@ class VerifierReward:
 
 
 def build_reward(reward: RewardConfig, tokenizer: Tokenizer) -> RewardSource:
-    """The reward of every kind but model. A verifier's processes are up when this returns, so call it before a server or CUDA
-    starts.
+    """The reward of every kind but model, and of the parts that are no model. A verifier's processes are up when this returns, so call it
+    before a server or CUDA starts.
 
     Raises ValueError for a function that cannot be loaded, and for kind model, which is no verifier."""
     if reward.kind is RewardKind.model:
         raise ValueError(
-            "reward.kind=model is scored by the reward model inside the critic job, not by a verifier (reward.place=critic)"
+            "reward.kind=model is scored by the reward model inside the critic or the reward job, not by a verifier (reward.place)"
         )
     if reward.kind is RewardKind.http:
         assert reward.url is not None, "checked with the settings"
@@ -86,7 +86,7 @@ def verifier_spec(reward: RewardConfig) -> dict[str, Any]:
         spec["parts"] = [
             {**_part_spec(p), "weight": p.weight, "name": part_name(p)}
             for p in reward.parts
-            if p.kind is not RewardKind.model
+            if p is not model_part(reward)
         ]
     return spec
 

@@ -13,7 +13,7 @@ from aligner.config.groups import Certify
 from aligner.data.batch import Completion, Request
 from aligner.data.interfaces import RefitCertificate, WeightUpdate
 from aligner.models.model_config import ModelShape
-from aligner.parallel.device import give_back_memory
+from aligner.parallel.device import trim_heap
 from aligner.rollout.cache import round_up
 from aligner.rollout.engine import BuildLimits, Guarded, refuse_in_flight
 from aligner.rollout.linear import Kernel, choose_kernel
@@ -151,7 +151,7 @@ class TorchEngine(Guarded):
         self.cache.release()
         self.weights.release()
         self._paused()
-        give_back_memory()
+        trim_heap()
 
     def _take_memory(self) -> None:
         self.cache.restore()

@@ -112,7 +112,7 @@ def problems(actor: Contract, critic: Contract) -> list[str]:
     if actor.reward_kind != critic.reward_kind:
         found.append(
             f"the actor expects the other job to score with reward.kind={actor.reward_kind}, it scores with "
-            f"{critic.reward_kind}: set reward.kind and reward.place alike in both jobs"
+            f"{critic.reward_kind}: set reward.kind, reward.parts and reward.place alike in both jobs"
         )
     if actor.run_id != critic.run_id:
         found.append(

@@ -68,9 +68,9 @@ class Watchdog:
             self._calls.add(connection)
             self._busy.set()
             ended = self._ended
-        if ended is not None:
-            connection.cut(ended)
         try:
+            if ended is not None:
+                connection.cut(ended)
             yield
         finally:
             with self._lock:

@@ -227,7 +227,7 @@ def _resumed_steps_are_those_of_a_run_without_a_break(folder, topology, saved):
 
 def _served_as_trained(folder, topology, base):
     """The score of a rollout by the critic job's path is what training computes of the same ids."""
-    from aligner.algorithms.model_reward import ModelReward
+    from aligner.algorithms.model_scorer import ModelScorer
     from aligner.config.groups import Dtype, ModelConfig
     from aligner.config.reward import RewardKind, RewardPart
     from aligner.models.reward_model import RewardModel
@@ -247,11 +247,11 @@ def _served_as_trained(folder, topology, base):
         how = {"micro_batch_size": 2}
         plain = RewardModel(settings, topology, **how)
         assert torch.allclose(plain.scores(rows.tokens, rows.lengths), merged, atol=1e-6)
-        found = ModelReward(plain).scores(asked)
+        found = ModelScorer(plain).scores(asked)
         assert np.allclose([s.value for s in found], merged, atol=1e-6)
         parts = {"help": float(outputs[3, 0]), "brief": float(outputs[3, 1])} if name == "attributes" else {}
         assert found[3].parts == pytest.approx(parts, abs=1e-6)
-        part = ModelReward(plain, RewardPart(kind=RewardKind.model, weight=-2.0, name="taste")).scores(asked)[3]
+        part = ModelScorer(plain, RewardPart(kind=RewardKind.model, weight=-2.0, name="taste")).scores(asked)[3]
         assert part.value == pytest.approx(-2 * merged[3].item(), abs=1e-6)
         parts = {"taste": merged[3].item(), **{f"taste/{name}": value for name, value in parts.items()}}
         assert part.parts == pytest.approx(parts, abs=1e-6)

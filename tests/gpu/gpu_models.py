@@ -114,7 +114,7 @@ def half_billion_checkpoint(work: Path, *, on_gpu: bool) -> Path:
 def convert(source: Path, output: Path) -> None:
     """What convert_hf_to_nemo.py does, in this process."""
     from aligner.models.convert import hf_to_nemo
-    from aligner.parallel.device import give_back_memory
+    from aligner.parallel.device import empty_cache
 
     hf_to_nemo(source, output, progress=print)
-    give_back_memory()
+    empty_cache()

@@ -112,7 +112,16 @@ def actor(**changed: object) -> ActorConfig:
 
 NO_CRITIC = {"critic__place": CriticPlace.none}
 FREE = {"ppo__advantage": Advantage.reinforce_baseline}
+MIXED = {
+    "reward__kind": RewardKind.parts,
+    "reward__parts": [RewardPart(kind=RewardKind.model), RewardPart(kind=RewardKind.task)],
+}
 GROUPED = {"ppo__advantage": Advantage.group_norm, "ppo__samples_per_prompt": 8}
+
+
+def test_a_reward_model_among_the_parts_fits():
+    config = actor(**MIXED, reward__checkpoint="there", reward__standardise=True)
+    assert list(cross_problems(config)) == []
 
 
 def test_settings_that_fit_have_no_problems():
@@ -127,6 +136,10 @@ def test_settings_that_fit_have_no_problems():
         ({**NO_CRITIC, "reward__place": RewardPlace.critic}, "critic.place=none leaves nobody to score"),
         ({**FREE, "ppo__truncation": Truncation.bootstrap}, "ppo.truncation=bootstrap needs a critic"),
         ({**NO_CRITIC, "reward__kind": RewardKind.model}, "needs a job to run the reward model"),
+        ({**NO_CRITIC, **MIXED, "reward__checkpoint": "there"}, "needs a job to run the reward model"),
+        ({**MIXED, "reward__place": RewardPlace.actor}, "a reward model runs in the critic job"),
+        (MIXED, "needs reward.checkpoint"),
+        ({"reward__standardise": True}, "reward.standardise=true needs a reward model"),
         ({"ppo__advantage": Advantage.rloo}, "ppo.advantage=rloo compares the responses to one prompt"),
         ({**GROUPED, "ppo__gamma": 0.9}, "and ppo.gamma=0.9 discounts it by token"),
         (
@@ -199,7 +212,7 @@ def test_settings_that_fit_have_no_problems():
         ({"reward__failed_score": float("nan")}, "reward.failed_score=nan must be a finite number"),
         ({"data__holdout": 0.0}, "leaves no problem to validate on"),
         ({"data__holdout": 1.0}, "leaves no problem to train on"),
-        ({"reward__checkpoint": "somewhere"}, "needs reward.kind=model"),
+        ({"reward__checkpoint": "somewhere"}, "needs a reward model"),
         ({"sampling__temperature": 0.0}, "sampling.temperature=0.0 must be greater than 0"),
         ({"engine__max_output_len": 0}, "engine.max_output_len=0 must be greater than 0"),
         ({"ppo__kl_target": -1.0}, "ppo.kl_target=-1.0 must be greater than 0"),

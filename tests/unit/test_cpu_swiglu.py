@@ -1,10 +1,15 @@
 """SwiGLU against a numpy twin of Shazeer 2020, eq. 6, finite differences, and megatron-core's plain form; and what it keeps."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from aligner.config.groups import Recompute
+from aligner.models.spec import transformer_config
 from aligner.parallel.cpu_swiglu import megatron_swiglu, swiglu
+from tests.unit.tiny_engine import tiny_shape
 
 
 def some(*shape, seed=0, dtype=torch.float64):
@@ -39,3 +44,12 @@ def test_nothing_but_its_input_is_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         swiglu(x)
     assert kept == [x.data_ptr()]
+
+
+def test_megatrons_feed_forward_layer_calls_it():
+    one = SimpleNamespace(tensor=1, pipeline=1, virtual_pipeline=None, sequence=False)
+    how = {"dtype": torch.float32, "recompute": Recompute.none, "initialise": True}
+    assert transformer_config(tiny_shape("llama"), one, **how).bias_activation_fusion
+    from megatron.core.transformer import mlp  # after aligner, which adapts it to a CPU
+
+    assert mlp.bias_swiglu_impl is megatron_swiglu

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from aligner.algorithms.critic_job import CriticJob, refuse_other_tokenizer
+from aligner.algorithms.critic_job import CriticJob
+from aligner.algorithms.model_scorer import refuse_other_tokenizer
 from aligner.config.jobs import CriticConfig
 from aligner.data.batch import CriticBatch
 from aligner.data.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def batch(rows):
 def job(critic):
     config = CriticConfig()
     config.critic.mini_batch_size, config.critic.epochs = 2, 2
-    return CriticJob(config=config, critic=critic, reward=None, reward_model=None, identity={})
+    return CriticJob(config=config, critic=critic, reward=None, scorer=None, identity={})
 
 
 def test_a_step_is_all_its_epochs_and_mini_batches():

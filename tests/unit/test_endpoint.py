@@ -395,6 +395,13 @@ def test_closing_ends_what_is_in_flight():
             future.result(30)
 
 
+def test_what_a_thread_begins_after_the_end_is_cut():
+    watch, late = watchdog.Watchdog(threading.Event()), Connection("127.0.0.1", 9, timeout=1.0)
+    watch.end("the actor closed the connection")
+    with watch.over(late):
+        assert late.cut_reason == "the actor closed the connection"
+
+
 def test_proxies_are_ignored(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with misbehaving(fake_critic(lambda c: None)) as port:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from aligner.parallel.device import give_back_memory
+from aligner.parallel.device import trim_heap
 
 
 @pytest.mark.skipif(
@@ -18,5 +18,5 @@ def test_freed_blocks_between_living_ones_are_given_back():
     kept = blocks[::2]
     del blocks
     before = psutil.Process().memory_info().rss
-    give_back_memory()
+    trim_heap()
     assert before - psutil.Process().memory_info().rss > 0.8 * size * (count - len(kept))

@@ -58,4 +58,4 @@ def test_what_contradicts_itself_in_training(words, says):
 
 def test_what_contradicts_itself_in_serving():
     (line,) = problems(CriticConfig, "ppo_critic", *SERVE, "reward.standardise=true")
-    assert line == "reward.standardise=true needs reward.kind=model or such a part, and it is task"
+    assert line == "reward.standardise=true needs a reward model: reward.kind=model, or a part of kind model"

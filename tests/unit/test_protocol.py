@@ -8,9 +8,10 @@ import json
 import math
 import random
 import struct
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from aligner.data.batch import CriticAnswer, CriticBatch, CriticRows, Score
 from aligner.serving import hello, kserve, parts, protocol
 from aligner.serving.backend import Refused
 from aligner.serving.frames import Call, Op
-from aligner.serving.inference import whole_scores
+from aligner.serving.inference import Inference, whole_scores
 from aligner.serving.local import LocalCritic
 from aligner.serving.loop import CallFailed, Loop
 from aligner.serving.protocol import INFER, TRAIN, JobLost, NotInStep, ProtocolError, RequestFailed
+from aligner.serving.reception import Reception
 
 CONTRACT = hello.Contract("f" * 64, "c" * 64, vocab_size=100, max_length=256, reward_kind="task", run_id="r")
 
@@ -412,6 +414,27 @@ def test_a_verifier_and_a_reward_model_add_up():
     assert failed.error == "it hung" and math.isnan(failed.value)
     assert whole_scores(verified, None) is verified and whole_scores(None, modelled) is modelled
     assert whole_scores(None, None) is None
+
+
+class BothScore(Backend):
+    def infer(self, rows):
+        values, bootstrap, _ = super().infer(rows)
+        return values, bootstrap, [Score(-0.5, {"model": -1.0})] * len(rows.lengths)
+
+
+def test_both_are_in_the_answer_of_a_local_and_of_a_served_critic():
+    backend, rows = BothScore(), infer_call(1).rows
+    loop = Loop(backend, group=None, heartbeat=1.0)
+    served = Inference(backend, loop, Reception(None), contract=CONTRACT, max_rows=9, deterministic=False)
+    done = ThreadPoolExecutor(1).submit(
+        served.infer, [SimpleNamespace(data=protocol.encode_rows(rows), parameters=None)]
+    )
+    loop.run(lambda: "done" if done.done() else None)
+    for answer in (
+        LocalCritic(backend).infer(rows).result(0),
+        protocol.decode_answer(done.result(0)[0], width=rows.tokens.size(1)),
+    ):
+        assert answer.scores == [Score(0.5, {"model": -1.0})]
 
 
 def infer_call(sample: int) -> Call:

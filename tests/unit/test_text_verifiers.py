@@ -2,7 +2,7 @@
 
 import pytest
 
-from aligner.config.reward import RewardConfig, RewardKind, RewardPart
+from aligner.config.reward import RewardConfig, RewardKind, RewardPart, reward_name
 from aligner.data.batch import Sample
 from aligner.rewards.build import build_verifier
 from aligner.rewards.source import check_right_answers, verifier_spec
@@ -135,6 +135,17 @@ def test_several_verifiers_with_weights(response, reward, accuracy, form, apolog
         "format": form,
         "apology": apology,
     }
+
+
+def test_a_reward_model_among_the_parts_is_no_verifier():
+    """The verifiers' process gives the rest of the sum; both jobs must name the same parts."""
+    parts = [RewardPart(kind=RewardKind.model, weight=0.5, name="taste"), *PARTS[2:]]
+    reward = RewardConfig(kind=RewardKind.parts, parts=parts)
+    spec = verifier_spec(reward) | {"timeout": 10.0}
+    assert score(build_verifier(spec), "sorry") == {"reward": -1.0, "apology": 1.0}
+    assert reward_name(reward) == "parts(taste: 0.5 model, apology: -1 regex)" and reward_name(RewardConfig()) == "task"
+    with pytest.raises(ValueError, match="model is no verifier"):
+        build_verifier(spec | {"kind": "model"})
 
 
 def test_a_sum_that_is_infinite_in_float32_is_an_error(tmp_path):

@@ -1,12 +1,13 @@
 """The reward model of a job that scores with one: alone (reward.kind=model), or as one of reward.parts."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
 from aligner.algorithms.assemble import Job
 from aligner.config.jobs import CriticConfig, RewardServerConfig
-from aligner.config.reward import RewardKind, RewardPart, has_model, part_name
+from aligner.config.reward import RewardPart, has_model, model_part, part_name
 from aligner.data.batch import CriticRows, Score
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.checkpoint_folder import TOKENIZER
@@ -15,7 +16,7 @@ from aligner.models.reward_model import RewardModel
 from aligner.runtime.errors import UserError
 
 
-class ModelReward:
+class ModelScorer:
     """Held by every rank of the job's grid."""
 
     def __init__(self, model: RewardModel, part: Optional[RewardPart] = None) -> None:
@@ -36,13 +37,15 @@ class ModelReward:
         return [self._score(value, own) for value, own in zip(values, attributes, strict=True)]
 
     def _score(self, value: float, attributes: dict[str, float]) -> Score:
+        if not math.isfinite(value):
+            return Score(math.nan, error=f"the reward model's score is {value}")
         if self._part is None:
             return Score(value, attributes)
         name = part_name(self._part)
         return Score(self._part.weight * value, {name: value, **{f"{name}/{a}": v for a, v in attributes.items()}})
 
 
-def build_model_reward(config: CriticConfig | RewardServerConfig, job: Job) -> Optional[ModelReward]:
+def build_model_scorer(config: CriticConfig | RewardServerConfig, job: Job) -> Optional[ModelScorer]:
     """None where no model scores. Raises UserError for a model of another tokenizer."""
     reward = config.reward
     if not has_model(reward):
@@ -51,7 +54,7 @@ def build_model_reward(config: CriticConfig | RewardServerConfig, job: Job) -> O
     settings = replace(config.model, checkpoint=reward.checkpoint, num_layers=None)
     cut = {"micro_batch_size": reward.micro_batch_size, "micro_batch_tokens": reward.micro_batch_tokens}
     model = RewardModel(settings, job.topology, standardise=reward.standardise, **cut)
-    return ModelReward(model, next((part for part in reward.parts if part.kind is RewardKind.model), None))
+    return ModelScorer(model, model_part(reward))
 
 
 def refuse_other_tokenizer(checkpoint: str, tokenizer: Tokenizer) -> None:
