@@ -49,10 +49,11 @@ def served_problems(config: CriticConfig | RewardServerConfig) -> Iterator[str]:
         yield f"serving.port and serving.metrics_port are both {serving.port}: they must differ"
     if serving.token_file is not None and not Path(serving.token_file).is_file():
         yield f"serving.token_file={serving.token_file}: there is no such file"
-    if reward.checkpoint is not None and not Path(reward.checkpoint).exists():
+    loads = isinstance(config, RewardServerConfig) or reward.place is RewardPlace.critic
+    if loads and reward.checkpoint is not None and not Path(reward.checkpoint).exists():
         yield f"reward.checkpoint={reward.checkpoint}: there is no such folder or .nemo archive"
     if reward.place is RewardPlace.actor and has_model(reward):
-        yield "reward.kind=model (or such a part) with reward.place=actor: the critic job would load a reward model that nobody asks"
+        yield "reward.kind=model (or such a part) with reward.place=actor: the actor job runs no reward model, leave reward.place out"
     if isinstance(config, RewardServerConfig) and reward.place is not RewardPlace.server:
         yield f"reward.place={reward.place.name}: a reward job is asked where it is server; set reward.place=server in all jobs"
 

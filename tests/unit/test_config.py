@@ -262,6 +262,17 @@ def test_the_critic_job_is_checked_too():
     assert "there is no such file" in found[1]
 
 
+def test_a_reward_model_is_looked_for_where_it_is_loaded():
+    config = CriticConfig()
+    config.reward.kind, config.reward.checkpoint = RewardKind.model, "absent"
+    said = {}
+    for place in (RewardPlace.critic, RewardPlace.server, RewardPlace.actor):
+        config.reward.place = place
+        said[place.name] = list(cross_problems(config))
+    assert said["server"] == [] and "the actor job runs no reward model" in said["actor"][0]
+    assert said["critic"] == ["reward.checkpoint=absent: there is no such folder or .nemo archive"]
+
+
 def test_lazy_refits_pass_with_their_correction():
     config = load(ActorConfig, [*GIVEN, "refit.sync_every=4", "ppo.importance_cap=2"])
     assert (config.refit.sync_every, config.ppo.importance_cap) == (4, 2.0)
