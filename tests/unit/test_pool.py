@@ -424,7 +424,7 @@ def test_build_reward_scores_a_task():
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"kind": RewardKind.model}, "scored by the reward model inside the critic job"),
+        ({"kind": RewardKind.model}, "scored by the reward model inside the critic or the reward job"),
         ({"kind": RewardKind.function}, "needs reward.function=file.py:name"),
         (
             {"kind": RewardKind.function, "function": "a.py:f", "format_credit": 0.3},
