@@ -55,7 +55,7 @@ class RewardJob:
 def build_reward_job(config: RewardServerConfig, job: Job) -> RewardJob:
     """Verifier processes start before the model fills the memory."""
     reward = build_verifier(config.reward, job)
-    model = build_model_scorer(config, job)
-    shape = job.shape if model is None else model.shape
+    scorer = build_model_scorer(config, job)
+    shape = job.shape if scorer is None else scorer.shape
     identity = served_contract(config, job, scores=True, max_length=shape.max_position_embeddings)
-    return RewardJob(reward, model, {**identity, "max_rows": config.serving.max_rows})
+    return RewardJob(reward, scorer, {**identity, "max_rows": config.serving.max_rows})
